@@ -10,7 +10,6 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     GradientAccumulationScheduler,
-    ModelCheckpoint,
 )
 from torch import Tensor
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -41,6 +40,8 @@ class Trainable(ToyModule):
 
 
 class Plateau(Trainable):
+    """Follows a plateau of a validation that is made after each batch."""
+
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         scheduler = ReduceLROnPlateau(optimizer, patience=0, threshold=10.0)
@@ -50,20 +51,22 @@ class Plateau(Trainable):
         }
 
 
-class AllStepsKnown(Trainable):
+class OwnClipping(Trainable):
+    """Knows the number of all its steps, and clips by itself."""
+
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
         total = int(self.trainer.estimated_stepping_batches)
         scheduler = OneCycleLR(optimizer, 1e-2, total_steps=total)
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
-
-class OwnClipping(Trainable):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
 
 
 class OwnOptimizerStep(Trainable):
+    """Has two validation sets, and a hook that ends epochs early."""
+
     def optimizer_step(
         self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None
     ) -> None:
@@ -71,28 +74,28 @@ class OwnOptimizerStep(Trainable):
             group["lr"] = 1e-2 / (1 + batch_idx)
         optimizer.step(closure=optimizer_closure)
 
-
-class TwoValidationSets(Trainable):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.loss(batch))
 
-
-class EndsEpochsEarly(Trainable):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         return -1 if batch_idx == 2 else None
 
 
 class Made(Trainable):
-    """Its layers are made by `configure_model`."""
+    """Its layers are made by `configure_model`; Lightning's summary calls it on its example."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model: Any = None
+        self.example_input_array = torch.zeros(2, CONTEXT, dtype=torch.long)
 
     def configure_model(self) -> None:
         if self.model is None:
             torch.manual_seed(3)
             self.model = ToyModule(ToyOptions()).model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.model(ids)
 
 
 class NoLayers(Trainable):
@@ -103,17 +106,6 @@ class NoLayers(Trainable):
         self.model = torch.nn.Sequential(
             torch.nn.Embedding(VOCABULARY, 16), torch.nn.Linear(16, VOCABULARY)
         )
-
-
-class HasExample(Trainable):
-    """Lightning's summary calls it on its example, where it can."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.example_input_array = torch.zeros(2, CONTEXT, dtype=torch.long)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        return self.model(ids)
 
 
 class Thaw(BaseFinetuning):
@@ -145,30 +137,29 @@ class PredictionWriter(BasePredictionWriter):
 
 
 FITS: dict[str, tuple[Callable[[], Trainable], Callable[[], dict[str, Any]]]] = {
-    "thawed in mid-run": (Trainable, lambda: {"callbacks": [Thaw()], "max_epochs": 3}),
-    "frozen in mid-run": (Trainable, lambda: {"callbacks": [Freeze()], "max_epochs": 2}),
-    "ReduceLROnPlateau": (Plateau, lambda: {"max_epochs": 3}),
-    "estimated_stepping_batches": (AllStepsKnown, lambda: {"max_epochs": 2}),
-    "configure_gradient_clipping": (OwnClipping, dict),
-    "optimizer_step": (OwnOptimizerStep, dict),
-    "several validation sets": (TwoValidationSets, lambda: {"num_sanity_val_steps": 2}),
-    "an epoch that a hook ends": (EndsEpochsEarly, lambda: {"max_epochs": 2}),
-    "configure_model": (Made, dict),
-    "a module without layers": (NoLayers, dict),
-    "example_input_array": (HasExample, lambda: {"enable_model_summary": True}),
-    "overfit_batches": (Trainable, lambda: {"overfit_batches": 1, "max_epochs": 2}),
-    "limits as shares": (
-        Trainable,
-        lambda: {"limit_train_batches": 0.7, "limit_val_batches": 0.5},
+    "frozen in mid-run, ReduceLROnPlateau, val_check_interval": (
+        Plateau,
+        lambda: {"callbacks": [Freeze()], "max_epochs": 2, "val_check_interval": 1},
     ),
-    "val_check_interval": (Trainable, lambda: {"val_check_interval": 1}),
-    "GradientAccumulationScheduler": (
-        Trainable,
-        lambda: {"callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})], "max_epochs": 2},
+    "estimated_stepping_batches, configure_gradient_clipping, limits as shares": (
+        OwnClipping,
+        lambda: {"max_epochs": 2, "limit_train_batches": 0.7, "limit_val_batches": 0.5},
     ),
-    "detect_anomaly": (
-        Trainable,  # Each operation notes the stack that it was called from.
-        lambda: {"detect_anomaly": True, "limit_train_batches": 2, "limit_val_batches": 1},
+    "optimizer_step, several validation sets, an epoch that a hook ends, detect_anomaly": (
+        OwnOptimizerStep,
+        lambda: {"max_epochs": 2, "num_sanity_val_steps": 2, "detect_anomaly": True},
+    ),
+    "configure_model, example_input_array, GradientAccumulationScheduler": (
+        Made,
+        lambda: {
+            "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})],
+            "max_epochs": 2,
+            "enable_model_summary": True,
+        },
+    ),
+    "a module without layers, overfit_batches": (
+        NoLayers,
+        lambda: {"overfit_batches": 1, "max_epochs": 2},
     ),
 }
 
@@ -196,7 +187,7 @@ def fit(name: str, *, planned: bool) -> dict[str, Any]:
     trainer = L.Trainer(**options_of(planned=planned, plan=plan, **options))
     batch_size = SAMPLES // 2 if planned else SAMPLES
     validation = [loader(8, batch_size, seed=seed) for seed in (1, 2)]
-    several = isinstance(module, TwoValidationSets)
+    several = isinstance(module, OwnOptimizerStep)
     trainer.fit(module, loader(12, batch_size), validation if several else validation[0])
     return {
         "losses": module.losses,
@@ -230,29 +221,6 @@ def thaw_and_resume(folder: Path, *, planned: bool) -> dict[str, Any]:
         if resumed is None:
             trainer.save_checkpoint(path)
     return {"losses": module.losses, "weights": norms_of(module)}
-
-
-def keep_the_best(folder: Path, *, planned: bool) -> list[Any]:
-    """Keep the best checkpoint and the last; test one and validate the other."""
-    batch_size = SAMPLES // 2 if planned else SAMPLES
-    L.seed_everything(5, verbose=False)
-    module, folder = Trainable(), folder / ("planned" if planned else "plain")
-    keep = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}", save_last=True)
-    options = {"max_epochs": 2, "callbacks": [keep], "enable_checkpointing": True}
-    trainer = L.Trainer(**options_of(planned=planned) | options)
-    trainer.fit(module, loader(12, batch_size), loader(8, batch_size, seed=1))
-    tested = trainer.test(
-        module, loader(8, batch_size, seed=2), ckpt_path="best", verbose=False, weights_only=False
-    )
-    again = L.Trainer(**options_of(planned=planned) | options)
-    validated = again.validate(
-        Trainable(),
-        loader(8, batch_size, seed=1),
-        ckpt_path=folder / "last.ckpt",
-        verbose=False,
-        weights_only=False,
-    )
-    return [Path(keep.best_model_path).name, tested, validated]
 
 
 def write_predictions(*, planned: bool) -> dict[int, Any]:
@@ -289,7 +257,6 @@ def use_all(rank: int, folder: Path) -> dict[str, Any]:
     return {
         "fits": {name: fit(name, planned=True) for name in FITS},
         "resumed": thaw_and_resume(folder, planned=True),
-        "best": keep_the_best(folder, planned=True),
         "predictions": write_predictions(planned=True),
         "hook": use_a_hook(planned=True),
     }

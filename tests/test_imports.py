@@ -50,7 +50,6 @@ CASES = [
     "import lightning as L\nimport lightning_hetero",
     "import lightning.pytorch as L\nimport lightning_hetero.core.plan",
     "from lightning_hetero import HeteroStrategy\nimport lightning as L",
-    "from lightning_hetero.callbacks import RunLog\nimport lightning as L",
     "import lightning_hetero\nimport lightning as L\nlightning_hetero.ParallelPlan",
 ]
 EACH_IN_A_FORK = """

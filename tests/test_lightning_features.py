@@ -45,16 +45,6 @@ def test_a_run_resumes_with_parameters_that_it_thawed(
         assert result["resumed"]["weights"] == near(alone["weights"])
 
 
-def test_the_best_checkpoint_is_kept_and_tested(
-    planned: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    name, tested, validated = features.keep_the_best(tmp_path, planned=False)
-    for result in planned:
-        assert result["best"][0] == name
-        assert result["best"][1][0] == near(tested[0])
-        assert result["best"][2][0] == near(validated[0])
-
-
 def test_every_prediction_is_written_by_its_index(planned: list[dict[str, Any]]) -> None:
     alone = features.write_predictions(planned=False)
     written: dict[int, Any] = {}

@@ -136,7 +136,7 @@ def _row_target(
         found = [item for item in stored if item[1].start <= position < item[1].stop]
         if not found:
             raise CheckpointError(
-                f"The checkpoint has no rows {position} and on of {need.parameter}/{key} "
+                f"Nobody has rows {position} and on of {need.parameter}/{key} "
                 f"{need.shape}; rows [{start}, {stop}) are needed."
             )
         part, entry, tensor = max(

@@ -13,17 +13,11 @@ If a rank was in the middle of an optimizer's step it has no usable state, and r
 steps have no common one. Then the newest saved checkpoint is used.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.checkpoint.content import (
-    CheckpointContent,
-    SliceNeed,
-    num_rows,
-    tensors_of,
-)
+from lightning_hetero.checkpoint.content import CheckpointContent, SliceNeed, tensors_of
 from lightning_hetero.checkpoint.encoding import (
     FileBody,
     encode_part,
@@ -118,27 +112,31 @@ def _recover(
             addresses[str(rank)] = item["address"]
             for entry in manifest.files:
                 locations[manifest.part, entry.name] = [Location(str(rank), TierKind.LIVE)]
-    if why := _missing(manifests):
-        return NothingLive(why)
 
     def reach(location: Location) -> Readable:
         if location.node == str(peers.global_rank):
             return peers.server.stores[_LIVE]
         return PeerFiles(addresses[location.node], _LIVE, peers.timeout_s)
 
-    id_ = next(iter(manifests.values())).id
+    any_part = next(iter(manifests.values()))
+    lost = sorted(set(range(any_part.world_size)) - set(manifests))
     parts = Parts(
-        id=id_,
+        id=any_part.id,
         manifests=manifests,
         locations=locations,
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
         node=str(peers.global_rank),
         reach=reach,
         # A higher number, so that checkpoints saved from now on count as newer than earlier ones.
-        attempt=id_.attempt + 1,
+        attempt=any_part.id.attempt + 1,
     )
-    taken = take(needs, parts, peers)
-    return NothingLive(taken) if isinstance(taken, str) else taken
+    try:
+        taken = take(needs, parts, peers)
+    except CheckpointError as error:
+        taken = str(error)
+    if isinstance(taken, str):
+        return NothingLive(f"without ranks {lost} of the generation before: {taken}")
+    return taken
 
 
 def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str, Any]:
@@ -175,27 +173,4 @@ def _why_not(offers: Sequence[Mapping[str, Any]]) -> str:
     if len({(o["generation"], o["step"]) for o in left.values()}) > 1:
         steps = (f"rank {rank} to {o['step']}" for rank, o in left.items())
         return f"the ranks that are left had come to different steps ({', '.join(steps)})"
-    return ""
-
-
-def _missing(manifests: Mapping[int, PartManifest]) -> str:
-    """Return a text about rows that no rank holds any more; "" if there are none."""
-    rows: dict[str, list[tuple[int, int]]] = defaultdict(list)
-    ends: dict[str, int] = {}
-    for manifest in manifests.values():
-        for item in manifest.slices:
-            rows[item.parameter].append((item.start, item.stop))
-            ends[item.parameter] = num_rows(item.shape, item.dim)
-    size = next(iter(manifests.values())).world_size
-    for name, held in rows.items():
-        position = 0
-        for start, stop in sorted(held):
-            if start > position:
-                break
-            position = max(position, stop)
-        if position < ends[name]:
-            return (
-                f"rows of {name} from {position} on were kept by lost ranks alone "
-                f"({sorted(set(range(size)) - set(manifests))} of the generation before)"
-            )
     return ""

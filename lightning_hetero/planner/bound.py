@@ -15,7 +15,7 @@ cheapest pipeline for every K; if K ≤ θ·(its price) for all, no mix of pipel
 which only lowers it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 
-__all__ = ["bound_price", "bound_time_s"]
+__all__ = ["bound_price", "bound_time_s", "work_bound"]
 
 _PER_LAYER = 4
 """Partly placed layers are counted in steps of a layer divided by this, rounded up."""
@@ -68,6 +68,18 @@ def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:
     return low_s
 
 
+def work_bound(every: Sequence[Stages]) -> Callable[[Sequence[int]], float]:
+    """Return what gives the least seconds of the work alone, by devices of each node that do it."""
+    speeds = [(bound.work, bound.per_device()) for bound in map(_Bound, every)]
+    kinds, place = list(every[0].devices), every[0].class_of_node
+    speeds = [(work, row[[kinds.index(kind) for kind in place]]) for work, row in speeds]
+
+    def work_s(counts: Sequence[int]) -> float:
+        return min(work / max(1e-300, float(speed @ np.array(counts))) for work, speed in speeds)
+
+    return work_s
+
+
 def bound_price(stages: Stages) -> float | None:
     """Return a lower bound on the price of an iteration, or None if a node has no price.
 
@@ -110,8 +122,9 @@ class _Bound:
             [[o.tp_degree * (o.node_class == kind) for kind in self.kinds] for o in stages.options],
             dtype=float,
         )
-        power = max(1e-300, float(self.devices @ self.per_device()))
-        self.work_s = self.total * stages.num_layers / power
+        self.work = self.total * stages.num_layers
+        """Layers of all micro-batches."""
+        self.work_s = self.work / max(1e-300, float(self.devices @ self.per_device()))
         self.most_layers = np.array([self._most_layers(option) for option in stages.options])
         times_s = [stages.times_s(o, False, False).sum(axis=0) for o in stages.options]
         # Least times of n or more layers: a profile's noise must not raise the bound.

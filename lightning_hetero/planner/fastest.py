@@ -78,15 +78,19 @@ class FastestPlans:
         self.any_stages = next(iter(stages.values()))
         self.solved: dict[tuple[Ownership, MappingOrder], Master] = {}
         self.num_columns = 0
+        self.solved_for: list[int] = []
+        """Sizes of the masters in `solved`."""
 
     def least_s(self) -> float:
         """Return the least seconds of fractional pipelines."""
-        return self._masters_of(list(self.stages))
+        self.solved_for = list(self.stages)
+        return self._masters_of(self.solved_for)
 
     def run(self, start: ParallelPlan | None) -> list[PlannedCandidate]:
         """Return plans that fit, best first."""
         sizes = self._sizes()
-        self._masters_of(sizes)
+        if sizes != self.solved_for:
+            self._masters_of(sizes)
         mixes = self._mixes()
         self.num_columns = sum(len(master.pool) for master in self.solved.values())
         candidates = self._placed(mixes)
@@ -122,6 +126,7 @@ class FastestPlans:
         if len(self.stages) == 1:
             return list(self.stages)
         alone: dict[int, float] = {}
+        self.solved_for = []
         for size in self.stages:
             self.solved.clear()
             alone[size] = self._masters_of([size])
@@ -328,6 +333,9 @@ class FastestPlans:
         counts = [pipeline.num_microbatches or 0 for pipeline in start.pipelines]
         samples = sum(a * b for a, b in zip(sizes, counts, strict=True))
         if min(free) < 0 or min(counts) < 1 or samples != self.task.workload.global_batch_size:
+            return None
+        options = {option for row in rows for option in self.judge.options(row)}
+        if not options <= set(self.any_stages.options):
             return None
         if not set(sizes) <= self.stages.keys() or start.num_layers != self.any_stages.num_layers:
             return None

@@ -25,7 +25,6 @@ __all__ = [
     "classify_nodes",
     "place",
     "to_plan",
-    "used_nodes",
 ]
 
 
@@ -56,11 +55,6 @@ class PipelineNodes(NamedTuple):
 
 Arrangement = tuple[PipelineNodes, ...]
 """All pipelines; devices that are in none of them are idle."""
-
-
-def used_nodes(arrangement: Arrangement) -> list[int]:
-    """Return the nodes that an arrangement has stages on, ascending."""
-    return sorted({node for pipeline in arrangement for node in pipeline.nodes})
 
 
 def classify_nodes(cluster: Cluster) -> tuple[int, ...]:

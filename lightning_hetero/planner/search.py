@@ -7,14 +7,16 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.bound import bound_price, bound_time_s
+from lightning_hetero.planner.bound import bound_price, bound_time_s, work_bound
 from lightning_hetero.planner.fastest import FastestPlans, SearchTask, priced
 from lightning_hetero.planner.hosts import candidates_on_hosts, cost_on_hosts
 from lightning_hetero.planner.judge import Judge
@@ -33,8 +35,6 @@ __all__ = ["plan", "plan_best_size", "sizes_of"]
 
 _GRID = 64
 """Most sets of nodes that the grid tries: enough for three classes of up to eight nodes."""
-_STEPS = 8
-"""Most rounds in which the best set gets one node more or one less."""
 _KEPT = 3
 """Sets of nodes, those of the best scores, for which plans are made."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -163,6 +163,7 @@ class _Search:
         self.task, self.sizes = task, tuple(sizes)
         self.is_cost = task.options.objective is Objective.COST
         self.num_columns = 0
+        self._parts: dict[tuple[int, ...], FastestPlans] = {}
 
     def run(self, start: ParallelPlan | None) -> PlanningResult | None:
         """Return the ranked plans; None if the model fits nowhere."""
@@ -171,10 +172,15 @@ class _Search:
         every = {size: task.stages(size) for size in self.sizes}
         found: dict[ParallelPlan, PlannedCandidate] = {}
         num_simulated = 0
-        for counts in self._node_sets(every):
+        scores: list[float] = []
+        for counts, least_score in self._node_sets(every):
+            # Nothing there would be among the plans that are returned.
+            if sum(score < least_score for score in scores) >= task.options.num_candidates:
+                continue
             part = self._on(counts) if counts else FastestPlans(task, every)
             for item in part.run(start):
                 found.setdefault(item.plan, item)
+                scores.append(item.score(task.options.objective))
             self.num_columns += part.num_columns
             num_simulated += part.judge.num_simulated
         if start is not None:
@@ -231,78 +237,110 @@ class _Search:
         )
 
     def _on(self, counts: Sequence[int]) -> FastestPlans:
-        """Return the search on some devices of each node."""
-        stages = {size: self.task.stages(size, counts) for size in self.sizes}
-        return FastestPlans(self.task, stages)
+        """Return the search on some devices of each node, made once."""
+        key = tuple(counts)
+        if key not in self._parts:
+            stages = {size: self.task.stages(size, counts) for size in self.sizes}
+            self._parts[key] = FastestPlans(self.task, stages)
+        return self._parts[key]
 
-    def _node_sets(self, every: dict[int, Stages]) -> Sequence[Sequence[int] | None]:
-        """Return devices of each node that may be used: all, and for cost the likeliest sets."""
+    def _node_sets(self, every: dict[int, Stages]) -> Sequence[tuple[Sequence[int] | None, float]]:
+        """Return devices of each node that may be used, and the least score of plans on them.
+
+        These are all devices, and for cost the likeliest sets.
+        """
         if not self.is_cost:
-            return [None]
-        class_of_node = every[self.sizes[0]].class_of_node
-        cluster = self.task.cost.cluster
-        return _likeliest_node_sets(cluster, class_of_node, lambda n: self._on(n).least_s())
+            return [(None, 0.0)]
+        sets = _NodeSets(self.task.cost.cluster, every[self.sizes[0]].class_of_node)
+        work_s = work_bound(list(every.values()))
+        return sets.likeliest(lambda counts: self._on(counts).least_s(), work_s)
 
 
-def _likeliest_node_sets(
-    cluster: Cluster, class_of_node: Sequence[int], least_s: Callable[[Sequence[int]], float]
-) -> list[list[int]]:
-    """Return devices of each node that may be used, for the likeliest sets of nodes.
+_Numbers = tuple[int, ...]
+"""Nodes of each class."""
+_Seconds = Callable[[Sequence[int]], float]
+"""Seconds of an iteration with so many devices of each node."""
+
+
+class _NodeSets:
+    """Sets of nodes that a plan for cost may use.
 
     Nodes of a class differ in their price only, so a set is a number of nodes of each class, the
-    cheapest ones. Its score is the least seconds of the master times the price of its nodes.
-    Numbers are tried on a grid of powers of two, then one node more or less from the best.
-
-    Args:
-        cluster: The nodes, all with prices.
-        class_of_node: Class of each node.
-        least_s: Returns the least seconds of an iteration with so many devices of each node.
+    cheapest ones.
     """
-    members: dict[int, list[int]] = {}
-    for index, kind in enumerate(class_of_node):
-        members.setdefault(kind, []).append(index)
-    for row in members.values():
-        row.sort(key=lambda index: (_price(cluster, index), index))
-    scores: dict[tuple[int, ...], tuple[float, float]] = {}
 
-    def rate(numbers: tuple[int, ...]) -> None:
-        if numbers not in scores and any(numbers):
-            chosen = _chosen(members, numbers)
-            seconds = least_s(_counts(cluster, chosen))
-            scores[numbers] = seconds * (cluster.price_of(chosen) or 0.0), seconds
+    def __init__(self, cluster: Cluster, class_of_node: Sequence[int]) -> None:
+        self.cluster = cluster
+        by_price = sorted(range(len(cluster.nodes)), key=self._device_price)
+        kinds = dict.fromkeys(class_of_node)
+        self.members = [[i for i in by_price if class_of_node[i] == kind] for kind in kinds]
+        self.full = tuple(map(len, self.members))
 
-    full = tuple(len(row) for row in members.values())
-    for numbers in itertools.chain([full], _grid(full)):
-        rate(numbers)
-    for _ in range(_STEPS):
-        best, before = min(scores, key=scores.__getitem__), len(scores)
-        for index, step in itertools.product(range(len(full)), (-1, 1)):
-            moved = tuple(n + step * (i == index) for i, n in enumerate(best))
-            if 0 <= moved[index] <= full[index]:
-                rate(moved)
-        if len(scores) == before:
-            break
-    likeliest = sorted(scores, key=scores.__getitem__)[:_KEPT]
-    return [_counts(cluster, _chosen(members, numbers)) for numbers in likeliest]
+    def _device_price(self, index: int) -> float:
+        node = self.cluster.nodes[index]
+        return (node.price_per_hour or 0.0) / node.count
 
+    def _nodes(self, numbers: _Numbers) -> set[int]:
+        return {i for row, n in zip(self.members, numbers, strict=True) for i in row[:n]}
 
-def _grid(full: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield all nodes of one class alone, and powers of two of each class."""
-    yield from (tuple(n * (i == only) for i, n in enumerate(full)) for only in range(len(full)))
-    steps = [
-        sorted({0, *(2**i for i in range(most.bit_length()) if 2**i < most), most}) for most in full
-    ]
-    yield from itertools.islice(itertools.product(*steps), _GRID)
+    def counts(self, numbers: _Numbers) -> list[int]:
+        """Return the devices of each node."""
+        chosen = self._nodes(numbers)
+        return [node.count * (index in chosen) for index, node in enumerate(self.cluster.nodes)]
 
+    def price(self, numbers: _Numbers) -> float:
+        """Return the price of all nodes of a set."""
+        return self.cluster.price_of(self._nodes(numbers)) or 0.0
 
-def _price(cluster: Cluster, index: int) -> float:
-    node = cluster.nodes[index]
-    return (node.price_per_hour or 0.0) / node.count
+    def likeliest(self, least_s: _Seconds, work_s: _Seconds) -> list[tuple[list[int], float]]:
+        """Return the devices of each node of the best sets, and the least score of plans on them.
 
+        The score is the least seconds of the master times the price. Sets are tried on a grid of
+        powers of two, then with one node more or less than the best. Where the work alone costs
+        more than the sets that are kept do, a set is passed over.
 
-def _chosen(members: dict[int, list[int]], numbers: Sequence[int]) -> set[int]:
-    return {i for row, n in zip(members.values(), numbers, strict=True) for i in row[:n]}
+        Args:
+            least_s: Returns the master's seconds.
+            work_s: Returns seconds that the work takes at least.
+        """
+        scores: dict[_Numbers, tuple[float, float]] = {}
 
+        def least(numbers: _Numbers) -> float:
+            return self.price(numbers) * work_s(self.counts(numbers))
 
-def _counts(cluster: Cluster, chosen: set[int]) -> list[int]:
-    return [node.count * (index in chosen) for index, node in enumerate(cluster.nodes)]
+        def rate(numbers: _Numbers) -> None:
+            kept = sorted(scores.values())[:_KEPT]
+            scores[numbers] = np.inf, np.inf
+            if len(kept) < _KEPT or least(numbers) <= kept[-1][0]:
+                seconds = least_s(self.counts(numbers))
+                if seconds < np.inf:
+                    scores[numbers] = seconds * self.price(numbers), seconds
+
+        for numbers in sorted(self._grid(), key=lambda numbers: (least(numbers), numbers)):
+            rate(numbers)
+        while new := self._near(min(scores, key=scores.__getitem__)) - scores.keys():
+            for numbers in sorted(new):
+                rate(numbers)
+        ranked = sorted((score, numbers) for numbers, score in scores.items())[:_KEPT]
+        fitting = [numbers for score, numbers in ranked if score[0] < np.inf] or [self.full]
+        return [(self.counts(numbers), least(numbers)) for numbers in fitting]
+
+    def _near(self, best: _Numbers) -> set[_Numbers]:
+        """Return the sets of one node more or less."""
+        found = set()
+        for index, step in itertools.product(range(len(best)), (-1, 1)):
+            moved = (*best[:index], best[index] + step, *best[index + 1 :])
+            if any(moved) and 0 <= moved[index] <= self.full[index]:
+                found.add(moved)
+        return found
+
+    def _grid(self) -> set[_Numbers]:
+        """Return all nodes, all nodes of one class alone, and powers of two of each class."""
+        kinds = range(len(self.full))
+        alone = {tuple(n * (i == only) for i, n in enumerate(self.full)) for only in kinds}
+        steps = [
+            sorted({0, *(2**i for i in range(most.bit_length()) if 2**i < most), most})
+            for most in self.full
+        ]
+        powers = itertools.islice(itertools.product(*steps), _GRID)
+        return {self.full, *alone, *filter(any, powers)}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.memory import at_level, room_to_own
+from lightning_hetero.planner.memory import room_to_own
 from lightning_hetero.planner.placement import classify_nodes
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
@@ -149,13 +149,6 @@ class Stages:
             has_head=last,
             link=self.cost.link(rank, rank) if option.tp_degree > 1 else None,
         )
-
-    def shape_at(
-        self, option: Option, num_layers: int, level: int, *, first: bool, last: bool
-    ) -> StageShape:
-        """Return the shape of a stage at a level of recomputation."""
-        shape = self.shape(option, num_layers, first=first, last=last)
-        return at_level(shape, level, is_selective=self.cost.saves_selectively(shape))
 
     def _times_s(self, option: Option, first: bool, last: bool) -> FloatArray:  # noqa: FBT001
         """Return [2, layers] seconds of forward and backward with nothing recomputed."""

@@ -84,8 +84,7 @@ def find_changes(times_s: Sequence[float]) -> list[Event]:
     events: list[Event] = []
     for step, time_s in enumerate(times_s):
         events.append(IterationEvent(step=step, iteration_s=time_s))
-        change = detector.update(time_s)
-        if change is not None:
+        if (change := detector.update(time_s)) is not None:
             events.append(ChangeEvent(**vars(change), where="the job"))
     return events
 

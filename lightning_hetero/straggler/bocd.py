@@ -99,9 +99,9 @@ class ChangePoint:
     """A verified change of the level."""
 
     step: int
-    """Number of `update` calls before the one that found the change: its index from 0."""
+    """The step whose value completed the change."""
     onset_step: int
-    """Index of the first value of the new level."""
+    """The step of the first value of the new level."""
     kind: ChangeKind
     before: float
     """Median of the values before, in their own unit."""
@@ -140,14 +140,18 @@ class BocdDetector:
         self._in_first_regime = True
         self._last_rose = False
 
-    def update(self, value: float) -> ChangePoint | None:
+    def update(self, value: float, step: int | None = None) -> ChangePoint | None:
         """Take in the value of the next iteration; return the change it completes, if any.
 
         A value that is no positive finite number (a failed measurement, a clock set back) is
         counted as a step and otherwise ignored.
+
+        Args:
+            value: Time of the iteration, or any other positive level.
+            step: Number of the iteration; None counts calls from 0.
         """
-        step = self._next_step
-        self._next_step += 1
+        step = self._next_step if step is None else step
+        self._next_step = step + 1
         if not (0.0 < value < math.inf):
             return None
         log_value = math.log(value)

@@ -94,14 +94,12 @@ class Probes:
 
     def expected_link_s(self, pairs: Collection[Pair]) -> dict[Pair, float]:
         """Return the expected time of each link: its own, or that of others of its kind."""
-        all_s = statistics.median(self.link_s.values()) if self.link_s else 1.0
-
-        def usual_s(pair: Pair) -> float:
-            inside = self.is_inside(pair)
-            like = [s for other, s in self.link_s.items() if self.is_inside(other) == inside]
-            return statistics.median(like) if like else all_s
-
-        return {pair: self.link_s.get(pair) or usual_s(pair) for pair in pairs}
+        expected_s = {}
+        for pair in pairs:
+            like = [s for p, s in self.link_s.items() if self.is_inside(p) == self.is_inside(pair)]
+            usual_s = statistics.median(like or [*self.link_s.values()] or [1.0])
+            expected_s[pair] = self.link_s.get(pair) or usual_s
+        return expected_s
 
     def is_inside(self, pair: Pair) -> bool:
         """Return whether both ends of a link are on one machine."""

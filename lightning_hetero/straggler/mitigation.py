@@ -20,20 +20,20 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice, product
+from itertools import chain, islice, product
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.straggler.events import DecisionKind, Finding, Mitigation
-from lightning_hetero.straggler.prediction import RunPrediction, Slowness, move_ranks
+from lightning_hetero.straggler.prediction import RunPrediction, move_ranks
 
 __all__ = [
     "Decision",
     "MitigationPolicy",
     "PolicyConfig",
     "PossibleMitigation",
-    "WatchedPlans",
     "find_mitigations",
+    "mitigation_of",
     "restart_mitigation",
 ]
 
@@ -75,68 +75,68 @@ class PossibleMitigation:
 _NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WatchedPlans:
-    """A run's plans from before a fault, and a model that predicts iteration times under it."""
-
-    plans: tuple[ParallelPlan, ...]
-    """One plan, or those among which a data module chooses."""
-    model: RunPrediction
-    """A model of the plan that ran, of several the one that ran most often."""
-    has_room: Callable[[ParallelPlan], bool]
-    """Tells whether each rank's memory suffices for its place in a plan."""
-
-    def predict_s(self, change: _Change) -> float:
-        """Return the predicted seconds of an iteration under changed plans."""
-        return self.model.iteration_s(self.model.balanced(change(self.model.run.plan)))
-
-    def fits(self, change: _Change) -> bool:
-        """Return whether ranks have room for the changed plans."""
-        return all(self.has_room(change(plan)) for plan in self.plans)
-
-    def mitigation(self, step: Mitigation, change: _Change, effect: str) -> PossibleMitigation:
-        """Return the mitigation that changes all plans alike, with micro-batches moved."""
-        model = self.model
-        before, after = (model.paces(p) for p in (model.run.plan, change(model.run.plan)))
-        slowdowns: dict[int, float] = {}
-        for plan in self.plans:
-            had, moved = {plan.place(rank): rank for rank in plan.ranks}, change(plan)
-            slowdowns |= {r: model.slowdown(r, had[moved.place(r)]) for r in moved.ranks}
-        return PossibleMitigation(
-            mitigation=step,
-            iteration_s=self.predict_s(change),
-            effect=effect,
-            plans=tuple(model.balanced(change(plan)) for plan in self.plans),
-            first_plans=self.plans,
-            factors={rank: before[rank] / after[rank] for rank in before.keys() & after.keys()},
-            slowdowns=slowdowns,
-        )
-
-
-def find_mitigations(run: WatchedPlans, slowness: Slowness) -> tuple[PossibleMitigation, ...]:
+def find_mitigations(
+    model: RunPrediction,
+    plans: Sequence[ParallelPlan],
+    has_room: Callable[[ParallelPlan], bool],
+) -> tuple[PossibleMitigation, ...]:
     """Return S2, S2b and S3, each if it would change anything, without a fault S2 and S2b.
 
     S3 moves the same ranks in all plans, so each moved rank takes over another rank's work. S2b and
     S3 also move micro-batches, so their predicted times are never worse than that of S2.
+
+    Args:
+        model: Predicts the plan that ran under the fault; of several the one that ran most often.
+        plans: One plan, or those among which a data module chooses.
+        has_room: Tells whether each rank's memory suffices for its place in a plan.
     """
-    model, found = run.model, []
+
+    def fits(change: _Change) -> bool:
+        return all(has_room(change(plan)) for plan in plans)
+
     plan, cut_anew = model.run.plan, model.with_layers_moved
     steps: list[tuple[Mitigation, str, _Change]] = [
         (Mitigation.REBALANCE, "", partial(move_ranks, taken_by={}))
     ]
     # A data module's plans cost what they were planned for.
     cut = plan if model.run.is_assigned else cut_anew(plan)
-    if cut != plan and run.fits(cut_anew):
+    if cut != plan and fits(cut_anew):
         effect = f"cut stages to {_sizes(cut)} layers instead of {_sizes(plan)}"
         steps.append((Mitigation.REPLAN, effect, cut_anew))
-    if taken_by := _best_swaps(run, slowness):
+    if taken_by := _best_swaps(model, fits):
         swap = partial(move_ranks, taken_by=taken_by)
         steps.append((Mitigation.SWAP, f"swapped places of {_ranks(taken_by)}", swap))
+    found = []
     for step, effect, change in steps:
-        effects = [*filter(None, (effect, _balancing(model, slowness, change(plan))))]
+        effects = [*filter(None, (effect, _balancing(model, change(plan))))]
         if effects:
-            found.append(run.mitigation(step, change, " and ".join(effects)))
+            found.append(mitigation_of(model, plans, step, change, " and ".join(effects)))
     return tuple(found)
+
+
+def mitigation_of(
+    model: RunPrediction,
+    plans: Sequence[ParallelPlan],
+    step: Mitigation,
+    change: _Change,
+    effect: str,
+) -> PossibleMitigation:
+    """Return the mitigation that changes all plans alike, with micro-batches moved."""
+    plan = model.run.plan
+    before, after = model.paces(plan), model.paces(change(plan))
+    slowdowns: dict[int, float] = {}
+    for first in plans:
+        had, moved = {first.place(rank): rank for rank in first.ranks}, change(first)
+        slowdowns |= {r: model.slowdown(r, had[moved.place(r)]) for r in moved.ranks}
+    return PossibleMitigation(
+        mitigation=step,
+        iteration_s=model.balanced_s(change(plan)),
+        effect=effect,
+        plans=tuple(model.balanced(change(first)) for first in plans),
+        first_plans=tuple(plans),
+        factors={rank: before[rank] / after[rank] for rank in before.keys() & after.keys()},
+        slowdowns=slowdowns,
+    )
 
 
 def _sizes(plan: ParallelPlan) -> str:
@@ -176,10 +176,11 @@ def restart_mitigation(
     )
 
 
-def _balancing(model: RunPrediction, slowness: Slowness, plan: ParallelPlan) -> str:
+def _balancing(model: RunPrediction, plan: ParallelPlan) -> str:
     """Return, in words, how a plan's pipelines would be balanced; "" if nothing changes."""
     if model.run.is_assigned:
-        return f"assigned less to {_ranks(slowness.ranks)}" if slowness.ranks else ""
+        slow = model.slow_ranks
+        return f"assigned less to {_ranks(slow)}" if slow else ""
     counts = model.counts(plan), model.counts(model.balanced(plan))
     num_moved = sum(max(0, a - b) for a, b in zip(*counts, strict=True))
     return f"moved {num_moved} of {sum(counts[0])} micro-batches away" if num_moved else ""
@@ -190,41 +191,38 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"rank{'s' if len(found) > 1 else ''} {', '.join(map(str, found))}"
 
 
-def _best_swaps(run: WatchedPlans, slowness: Slowness) -> _Moves:
+def _best_swaps(model: RunPrediction, fits: Callable[[_Change], bool]) -> _Moves:
     """Return who takes whose place in the best plan found by swaps, one after another."""
-    plan = run.model.run.plan
+    plan = model.run.plan
     best = {rank: rank for rank in plan.ranks}
-    best_s = run.predict_s(partial(move_ranks, taken_by=best))
+    best_s = model.balanced_s(plan)
     for _ in range(_MOST_SWAPS):
-        tried = []
-        for move in islice(_moves(move_ranks(plan, best), slowness), _PREDICTIONS):
+        tried: list[tuple[float, int, _Moves]] = []
+        for move in islice(_moves(model, move_ranks(plan, best)), _PREDICTIONS):
             takers = {rank: move.get(taker, taker) for rank, taker in best.items()}
-            tried.append((run.predict_s(partial(move_ranks, taken_by=takers)), takers))
-        tried.sort(key=lambda item: item[0])
-        enough_s, present = best_s * (1.0 - _LEAST_GAIN), best
-        for seconds, takers in tried:
-            if seconds <= enough_s and run.fits(partial(move_ranks, taken_by=takers)):
-                best_s, best = seconds, takers
-                break
-        if best is present:
+            tried.append((model.balanced_s(move_ranks(plan, takers)), len(tried), takers))
+        better = (item for item in sorted(tried) if item[0] <= best_s * (1.0 - _LEAST_GAIN))
+        found = next((t for t in better if fits(partial(move_ranks, taken_by=t[2]))), None)
+        if found is None:
             break
+        best_s, _, best = found
     return {rank: taker for rank, taker in best.items() if rank != taker}
 
 
-def _moves(plan: ParallelPlan, slowness: Slowness) -> Iterator[_Moves]:
+def _moves(model: RunPrediction, plan: ParallelPlan) -> Iterator[_Moves]:
     """Yield swaps of a suspect, or of its whole stage, with others; the most promising first.
 
     Both ends of a link at once, each inside its pipeline; then, one suspect at a time, into a
     pipeline that another suspect slows anyway, inside its own, and into others.
     """
-    for pair in slowness.links:
+    for pair in model.slow_links:
         swaps = [[*_swaps(plan, rank, _pipelines_of(plan, [rank]))] for rank in pair]
         for one, other in product(*swaps):
             if not one.keys() & other.keys():
                 yield one | other
-    suspects = sorted({*slowness.ranks, *(rank for pair in slowness.links for rank in pair)})
+    suspects = sorted({*model.slow_ranks, *chain(*model.slow_links)})
+    near = _pipelines_of(plan, suspects)
     for rank in suspects:
-        near = _pipelines_of(plan, suspects)
         yield from _swaps(plan, rank, near)
         yield from _swaps(plan, rank, set(range(plan.num_pipelines)) - near)
 

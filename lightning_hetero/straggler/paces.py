@@ -66,16 +66,13 @@ class Observation:
         """Return the medians of some observations; None without any."""
         if not observations:
             return None
-        peers = {peer for o in observations for peer in o.waits_s}
         return cls(
             step=observations[-1].step,
             forward_s=_median(o.forward_s for o in observations),
             backward_s=_median(o.backward_s for o in observations),
             work=_median(o.work for o in observations),
             num_microbatches=round(_median(o.num_microbatches for o in observations)),
-            waits_s={
-                p: statistics.median(o.waits_s.get(p, 0.0) for o in observations) for p in peers
-            },
+            waits_s=_usual_waits_s(observations),
             hidden_bytes=max(o.hidden_bytes for o in observations),
         )
 
@@ -91,15 +88,8 @@ class RankReport:
     """Its baseline: healthy seconds per unit of work, scaled to the whole model; NaN if unknown."""
     before: Observation | None = None
     """Medians of its baseline."""
-    now: Observation | None = None
-    """Medians since the change."""
-
-    @property
-    def excess_wait_s(self) -> dict[int, float]:
-        """By peer, seconds per iteration that waiting for its messages takes longer than before."""
-        before = self.before.waits_s if self.before else {}
-        waits_s = self.now.waits_s if self.now else {}
-        return {peer: seconds - before.get(peer, 0.0) for peer, seconds in waits_s.items()}
+    excess_wait_s: Mapping[int, float] = field(default_factory=dict)
+    """By peer, seconds per iteration that waiting for its messages takes longer than before."""
 
 
 class RankNote(NamedTuple):
@@ -126,7 +116,6 @@ class RankHistory:
     def __init__(self, global_rank: int) -> None:
         self._rank = global_rank
         self._detector = BocdDetector()
-        self._first_step: int | None = None
         self._kept: deque[tuple[Observation, float]] = deque(maxlen=_KEPT)
         self._baseline: tuple[Observation, ...] = ()
         self._factor = 1.0
@@ -134,17 +123,14 @@ class RankHistory:
 
     def observe(self, observation: Observation, iteration_s: float) -> RankNote:
         """Take in an iteration; return the note of it for the leader."""
-        if self._first_step is None:
-            self._first_step = observation.step
         pace = observation.pace * self._factor
         self._kept.append((observation, pace))
-        note = RankNote(iteration_s, self.load_s(observation))
-        change = self._detector.update(pace)
+        seconds = iteration_s, self.load_s(observation)
+        change = self._detector.update(pace, observation.step)
         if change is None:
-            return note
+            return RankNote(*seconds)
         sign = 1.0 if change.kind is ChangeKind.SLOWDOWN else -1.0
-        onset_step = self._first_step + change.onset_step
-        return RankNote(*note[:2], sign, onset_step, change.before, change.after)
+        return RankNote(*seconds, sign, change.onset_step, change.before, change.after)
 
     def load_s(self, observation: Observation) -> float:
         """Return the seconds that an iteration's work should take this rank; 0 without work.
@@ -181,13 +167,20 @@ class RankHistory:
         """Compare the iterations since a step with the baseline."""
         recent = [entry for entry in self._kept if entry[0].step >= since_step]
         pace, now = _median(o.pace for o in self._baseline), _median(value for _, value in recent)
+        before, waits_s = _usual_waits_s(self._baseline), _usual_waits_s([o for o, _ in recent])
         return RankReport(
             global_rank=self._rank,
             slowness=now / pace if pace > 0.0 else math.nan,
             pace=pace,
             before=Observation.usual(self._baseline),
-            now=Observation.usual([observation for observation, _ in recent]),
+            excess_wait_s={peer: s - before.get(peer, 0.0) for peer, s in waits_s.items()},
         )
+
+
+def _usual_waits_s(observations: Sequence[Observation]) -> dict[int, float]:
+    """Return the median seconds of waiting for each peer."""
+    peers = {peer for o in observations for peer in o.waits_s}
+    return {p: statistics.median(o.waits_s.get(p, 0.0) for o in observations) for p in peers}
 
 
 def _median(values: Iterable[float]) -> float:
@@ -217,7 +210,6 @@ class LevelWatch:
 
     def __init__(self) -> None:
         self._detector = BocdDetector()
-        self._first_step: int | None = None
         self._kept: deque[_Iteration] = deque(maxlen=_KEPT)
         self._rank_change: ChangeEvent | None = None
 
@@ -241,7 +233,7 @@ class LevelWatch:
         Returns:
             The seconds that it would have taken with the usual work.
         """
-        self._detector.update(math.nan)
+        self._detector.update(math.nan, step)
         found = self._read(step, notes)
         usual_s = _median(item.work_s for item in self._kept if item.work_s > 0.0)
         return found.seconds * (usual_s / found.work_s if usual_s > 0.0 < found.work_s else 1.0)
@@ -260,11 +252,10 @@ class LevelWatch:
         """
         found = self._read(step, notes)
         self._kept.append(found)
-        change = self._detector.update(found.value)
-        if change is None or self._first_step is None:
+        change = self._detector.update(found.value, step)
+        if change is None:
             return self._take_rank_change(step, last, is_known=is_known)
-        onset_step = self._first_step + change.onset_step
-        return ChangeEvent(**{**vars(change), "step": step, "onset_step": onset_step})
+        return ChangeEvent(**vars(change))
 
     def settle(self) -> None:
         """Begin a new level with the next iteration."""
@@ -276,18 +267,17 @@ class LevelWatch:
 
     def _read(self, step: int, notes: FloatArray) -> _Iteration:
         """Return a summary of notes; keep the largest change of a rank's pace until it matters."""
-        self._first_step = step if self._first_step is None else self._first_step
         (changed,) = notes[:, 2].nonzero()
         if changed.size:
             sizes = np.abs(np.log(notes[changed, 5] / notes[changed, 4]))
             rank = int(changed[sizes.argmax()])
-            note = RankNote(*notes[rank].tolist())
+            _, _, sign, onset_step, before, after = notes[rank].tolist()
             self._rank_change = ChangeEvent(
                 step=step,
-                onset_step=int(note.onset_step),
-                kind=ChangeKind.SLOWDOWN if note.change > 0 else ChangeKind.RECOVERY,
-                before=note.before,
-                after=note.after,
+                onset_step=int(onset_step),
+                kind=ChangeKind.SLOWDOWN if sign > 0 else ChangeKind.RECOVERY,
+                before=before,
+                after=after,
                 where=f"rank {rank}",
             )
         seconds, loads_s = float(notes[:, 0].max()), notes[:, 1]

@@ -12,9 +12,9 @@ measured iteration (optimizer, data, logging) is a constant. The simulator combi
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
@@ -25,9 +25,9 @@ from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.pace import Pace, deal
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
-from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normalise_pair
+from lightning_hetero.straggler.events import Finding, FindingKind, normalise_pair
 
-__all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "Slowness", "move_ranks", "true_causes"]
+__all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "move_ranks", "true_causes"]
 
 _LEAST_EXCESS = 0.05
 """Least growth of an iteration that is a slowdown, as a share of it."""
@@ -35,23 +35,6 @@ _LEAST_SHARE = 0.1
 """Least share of a slowdown that a true cause explains."""
 _Shape = tuple[int, int, bool, bool]
 """Ranks and layers of a stage, and whether it is the first and the last of its pipeline."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slowness:
-    """Slow ranks and links, with their factors."""
-
-    ranks: Mapping[int, float] = field(default_factory=dict)
-    links: Mapping[Pair, float] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, findings: Sequence[Finding]) -> "Slowness":
-        """Return the slowness that findings describe."""
-        links = {f.ranks: f.ratio for f in findings if f.kind is FindingKind.LINK}
-        return cls(
-            ranks={f.ranks[0]: f.ratio for f in findings if f.ranks not in links},
-            links={normalise_pair(a, b): ratio for (a, b), ratio in links.items()},
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,20 +77,24 @@ class RunPrediction:
 
     Args:
         run: Measurements while nothing was slow.
-        slowness: The ranks and links that are slow now; none by default.
+        findings: What is slow now.
     """
 
-    def __init__(self, run: MeasuredRun, slowness: Slowness | None = None) -> None:
+    def __init__(self, run: MeasuredRun, findings: Sequence[Finding] = ()) -> None:
         self.run = run
-        self._slow = slowness or Slowness()
-        self._healthy = self if slowness is None else RunPrediction(run)
+        links = [finding for finding in findings if finding.kind is FindingKind.LINK]
+        self.slow_ranks = {f.ranks[0]: f.ratio for f in findings if f not in links}
+        """By rank, how many times longer it computes."""
+        self.slow_links = {normalise_pair(*finding.ranks): finding.ratio for finding in links}
+        """By link, how many times longer a message takes."""
+        self._healthy = RunPrediction(run) if findings else self
         found: dict[_Shape, list[FloatArray]] = defaultdict(list)
-        for _, _, stage in run.plan.iter_stages():
-            for rank in stage.ranks:
-                place = run.places[rank]
-                unit = place.work * run.probe_s.get(rank, 1.0)
-                seconds = np.array([place.forward_s, place.backward_s])
-                found[self._shape(stage)].append(seconds / unit)
+        self._stages = _stages_of(run.plan)
+        for rank, stage in self._stages.items():
+            place = run.places[rank]
+            unit = place.work * run.probe_s.get(rank, 1.0)
+            seconds = np.array([place.forward_s, place.backward_s])
+            found[self._shape(stage)].append(seconds / unit)
         self._known_s = {shape: np.median(times, axis=0) for shape, times in found.items()}
         """Seconds per unit of work of each shape of stage, on a device of factor 1."""
         self._ends_s: dict[tuple[object, ...], float] = {}
@@ -115,12 +102,14 @@ class RunPrediction:
     def iteration_s(self, plan: ParallelPlan) -> float:
         """Return the seconds of an iteration of a plan."""
         run = self.run
-        slow = {rank for pair in self._slow.links for rank in pair}
+        slow, before, after = {*chain(*self.slow_links)}, self._stages, _stages_of(plan)
         # What ranks exchange that stay where they are, and have no slow link, doesn't change.
         ranks = [
             rank
-            for rank in {*run.plan.ranks, *plan.ranks}
-            if rank in slow or _seat(plan, rank) != _seat(run.plan, rank)
+            for rank in {*before, *after}
+            if rank in slow
+            or run.plan.place(rank) != plan.place(rank)
+            or before[rank].layers != after[rank].layers
         ]
         later_s = self._pipelines_s(plan) - self._healthy._measured_s
         if ranks:
@@ -159,6 +148,10 @@ class RunPrediction:
         )
         return replace(plan, pipelines=pipelines)
 
+    def balanced_s(self, plan: ParallelPlan) -> float:
+        """Return the seconds of an iteration of a plan with micro-batches moved."""
+        return self.iteration_s(self.balanced(plan))
+
     def with_layers_moved(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with the layers of each pipeline cut anew: S2b.
 
@@ -189,12 +182,10 @@ class RunPrediction:
 
         Scaled to the whole model, as in a rank's own history.
         """
-        healthy = self._healthy
         return {
-            rank: healthy.factor(rank) * unit_s / plan.share(rank)
-            for _, _, stage in plan.iter_stages()
-            for unit_s in [float(self._unit_s(self._shape(stage)).sum())]
-            for rank in stage.ranks
+            rank: self._healthy.factor(rank) * float(unit_s.sum()) / plan.share(rank)
+            for rank, stage in _stages_of(plan).items()
+            for unit_s in [self._unit_s(self._shape(stage))]
         }
 
     def slowdown(self, rank: int, other: int) -> float:
@@ -203,12 +194,10 @@ class RunPrediction:
 
     def factor(self, rank: int) -> float:
         """Return by what a rank's device multiplies the times of a stage."""
-        slow, place = self._slow.ranks.get(rank, 1.0), self.run.places.get(rank)
+        slow, place = self.slow_ranks.get(rank, 1.0), self.run.places.get(rank)
         if place is None:
             return slow * self.run.probe_s.get(rank, 1.0)
-        stage = _stage_of(self.run.plan, rank)
-        assert stage is not None
-        usual_s = place.work * float(self._unit_s(self._shape(stage)).sum())
+        usual_s = place.work * float(self._unit_s(self._shape(self._stages[rank])).sum())
         return slow * (place.forward_s + place.backward_s) / usual_s
 
     def _shape(self, stage: StagePlan) -> _Shape:
@@ -279,7 +268,7 @@ class RunPrediction:
         return max(by_sender.values())
 
     def _s_per_byte(self, rank_a: int, rank_b: int) -> float:
-        slow = self._slow.links.get(normalise_pair(rank_a, rank_b), 1.0)
+        slow = self.slow_links.get(normalise_pair(rank_a, rank_b), 1.0)
         return slow * self.run.link_s_per_byte
 
     def _exchange_s(self, plan: ParallelPlan, ranks: Collection[int]) -> float:
@@ -302,15 +291,9 @@ class RunPrediction:
         return max(seconds.values())
 
 
-def _stage_of(plan: ParallelPlan, rank: int) -> StagePlan | None:
-    place = plan.place(rank)
-    return None if place is None else plan.pipelines[place.pipeline_index].stages[place.stage_index]
-
-
-def _seat(plan: ParallelPlan, rank: int) -> tuple[object, ...]:
-    """Return what a rank exchanges for: its place and its layers."""
-    stage = _stage_of(plan, rank)
-    return plan.place(rank), stage and stage.layers
+def _stages_of(plan: ParallelPlan) -> dict[int, StagePlan]:
+    """Return the stage of each rank that computes."""
+    return {rank: stage for _, _, stage in plan.iter_stages() for rank in stage.ranks}
 
 
 def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
@@ -348,7 +331,7 @@ def true_causes(
         return tuple(findings)
 
     def predict_s(findings: Sequence[Finding]) -> float:
-        return RunPrediction(run, Slowness.of(findings)).iteration_s(run.plan)
+        return RunPrediction(run, findings).iteration_s(run.plan)
 
     if excess_s < _LEAST_EXCESS * run.iteration_s:
         before = [finding.ranks for finding in known]

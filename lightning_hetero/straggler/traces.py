@@ -10,7 +10,7 @@ import contextlib
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.reading import build, readable
 
 __all__ = ["Layout", "OperationTrace", "grouped", "read_operations", "trace_files"]
 
@@ -96,7 +97,7 @@ def grouped(*keys: IntArray) -> IntArray:
     return numbers
 
 
-@dataclass(frozen=True, kw_only=True)
+@readable
 class Layout:
     """How the job was laid out, as far as is known."""
 
@@ -109,21 +110,14 @@ class Layout:
 
     @classmethod
     def from_dict(cls, entry: object) -> "Layout":
-        """Read `tp_size`, `layers` and `nodes`, of which each may be missing.
+        """Read `tp_size`, `layers` and `nodes`, of which each may be missing; ignore other keys.
 
         Raises:
             ConfigurationError: It isn't a layout.
         """
-        if not isinstance(entry, Mapping):
-            raise ConfigurationError("A layout is a mapping such as {tp_size: 4, layers: [8, 8]}.")
-        try:
-            return cls(
-                tp_size=int(entry.get("tp_size", 1)),
-                layers=tuple(map(int, entry.get("layers", ()))),
-                nodes={int(rank): str(n) for rank, n in dict(entry.get("nodes", {})).items()},
-            )
-        except (TypeError, ValueError) as error:
-            raise ConfigurationError(f"The layout has a wrong value: {error}.") from error
+        if isinstance(entry, Mapping):
+            entry = {item.name: entry[item.name] for item in fields(cls) if item.name in entry}
+        return build(cls, entry, "layout", ConfigurationError)
 
 
 def trace_files(folder: Path) -> list[Path]:

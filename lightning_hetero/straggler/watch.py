@@ -282,7 +282,7 @@ class RunWatch:
         was_done = decision.kind is DecisionKind.UNDO and decision.choice in self._possible
         self._decision = decision if was_done and not self._config.dry_run else None
         if self._decision is None:
-            self._report(_event_of(decision, self._step, dry_run=self._config.dry_run))
+            self._note(decision, dry_run=self._config.dry_run)
             self._say(format_message(self._change))
 
     def _decide(self) -> bool:
@@ -292,7 +292,7 @@ class RunWatch:
             return self._take(decision, self._slow_s)
         if not self._said_why:
             self._said_why = True
-            self._report(_event_of(decision, self._step, dry_run=self._config.dry_run))
+            self._note(decision, dry_run=self._config.dry_run)
         return False
 
     def _take(self, decision: Decision, now_s: float) -> bool:
@@ -327,7 +327,7 @@ class RunWatch:
         if refusal is not None:
             self._transition, self._plan_since = None, -math.inf
             self._possible = tuple(item for item in self._possible if not item.plans)
-            self._report(event := _event_of(change.decision, self._step))
+            event = self._note(change.decision)
             self._say(f"{event.mitigation.value} can't be done here. {refusal}")
         elif not change.decision.choice.plans:
             # A restart: this run won't see what it gains.
@@ -360,22 +360,22 @@ class RunWatch:
 
     def _finish(self, decision: Decision, **more: Any) -> None:
         """Report a mitigation that was applied or undone, or would have been in a dry run."""
-        event = _event_of(decision, self._step, **more)
-        self._report(event)
+        event = self._note(decision, **more)
         if decision.choice.is_lasting or self._change is None:
             self._say(f"step {self._step}: {event} ({event.reason})")
         else:
             self._say(format_message(replace(self._change, step=self._step), self.known, event))
 
-
-def _event_of(decision: Decision, step: int, **more: Any) -> ActionEvent:
-    """Return the event of a decision, with its gain and cost as far as they are known."""
-    is_done = decision.kind is DecisionKind.APPLY
-    return ActionEvent(
-        step=step,
-        kind=decision.kind,
-        mitigation=decision.choice.mitigation,
-        reason=decision.reason,
-        effect=decision.choice.effect if is_done else "",
-        **more,
-    )
+    def _note(self, decision: Decision, **more: Any) -> ActionEvent:
+        """Report a decision, with its gain and cost as far as they are known."""
+        choice, is_done = decision.choice, decision.kind is DecisionKind.APPLY
+        event = ActionEvent(
+            step=self._step,
+            kind=decision.kind,
+            mitigation=choice.mitigation,
+            reason=decision.reason,
+            effect=choice.effect if is_done else "",
+            **more,
+        )
+        self._report(event)
+        return event

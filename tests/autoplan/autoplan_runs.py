@@ -1,6 +1,7 @@
 """Runs of emulated devices that tests of planning start in several processes."""
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,6 @@ from tests.without_check import WITHOUT_CHECK
 class Outcome:
     losses: list[float]
     plan: dict[str, Any]
-    batches: int
     slowdown: float
     predicted_s: float | None
     summary: str | None
@@ -33,16 +33,13 @@ def train(
     slowdowns: tuple[float, ...],
     batch_size: int,
     cache: str,
-    num_rows: int = 48,
+    width: int = 32,
+    caps: tuple[float, ...] = (),
 ) -> Outcome:
+    """Train on emulated devices, which may have less memory than the plan is made for."""
     os.environ["LIGHTNING_HETERO_CACHE"] = cache
     torch.manual_seed(5)
     strategy = HeteroStrategy(plan)
-    devices = EmulatedDevices(slowdowns)
-    module = ToyModule(ToyOptions(num_layers=4, width=32))
-    trainer = L.Trainer(
-        **quiet(devices=len(slowdowns), strategy=strategy, max_epochs=1, callbacks=[devices])
-    )
     kept: dict[str, Any] = {}
 
     class Keep(L.Callback):
@@ -50,44 +47,23 @@ def train(
             kept.update(plan=strategy.plan.to_dict(), slowdown=strategy.engine.clock.slowdown)
             kept["has_times"] = strategy.engine.clock.last is not None
 
-    trainer.callbacks.append(Keep())
-    trainer.fit(module, loader(num_rows, batch_size))
+    callbacks: list[L.Callback] = [EmulatedDevices(slowdowns), Keep()]
+    length: dict[str, int] = {"max_epochs": 1}
+    if caps:
+        callbacks[:1] = [EmulatedDevices(slowdowns, memory_bytes=2**30), CappedMemory(caps)]
+        length = {"max_steps": 2}
+    module = ToyModule(ToyOptions(num_layers=4, width=width))
+    devices = len(slowdowns)
+    trainer = L.Trainer(**quiet(devices=devices, strategy=strategy, callbacks=callbacks, **length))
+    with WITHOUT_CHECK if caps else nullcontext():
+        trainer.fit(module, loader(48, batch_size))
     auto = strategy.auto_planned
     return Outcome(
         losses=module.losses,
-        batches=len(module.losses),
         predicted_s=None if auto is None else auto.predicted_s,
         summary=None if auto is None else auto.summary,
         **kept,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class CappedOutcome:
-    losses: list[float]
-    plan: dict[str, Any]
-
-
-def train_capped(
-    rank: int, caps: tuple[float, float], memory_bytes: int, cache: str
-) -> CappedOutcome:
-    """Train under a plan for devices of so much memory, on devices that have less."""
-    os.environ["LIGHTNING_HETERO_CACHE"] = cache
-    torch.manual_seed(5)
-    strategy = HeteroStrategy(AutoPlan(microbatch_sizes=(1,)))
-    devices = EmulatedDevices((1.0, 1.0), memory_bytes=memory_bytes)
-    plans: list[dict[str, Any]] = []
-
-    class Keep(L.Callback):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            plans.append(strategy.plan.to_dict())
-
-    module = ToyModule(ToyOptions(num_layers=4, width=64))
-    callbacks = [devices, CappedMemory(caps), Keep()]
-    trainer = L.Trainer(**quiet(devices=2, strategy=strategy, max_steps=2, callbacks=callbacks))
-    with WITHOUT_CHECK:
-        trainer.fit(module, loader(24, 6))
-    return CappedOutcome(losses=module.losses, plan=plans[0])
 
 
 class Growing(ToyModule):

@@ -103,7 +103,6 @@ def test_of_a_described_cluster_what_is_left_counts_but_it_knows_no_joiners() ->
 @pytest.mark.parametrize(
     ("options", "lost", "rank", "more"),
     [
-        (AutoPlan(), {1, 3}, 0, {}),
         (DESCRIBED, {0, 1}, 2, {}),
         (AutoPlan(), {3}, 0, {"data": lambda: DATA}),
     ],

@@ -3,27 +3,40 @@
 import json
 import os
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lightning_hetero.autoplan import AutoPlan
 from lightning_hetero.autoplan.out_of_memory import (
-    MemoryWatch,
+    OutOfMemory,
     _resident_bytes,
     is_out_of_memory,
     requested_bytes,
 )
-from lightning_hetero.core.errors import PeerError
+from lightning_hetero.core.cluster import Cluster, Node
+from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.setup.profile_cache import CorrectionFile
-from lightning_hetero.simulator import MemoryCorrection
+from lightning_hetero.simulator import (
+    MemoryCorrection,
+    MemoryTerms,
+    RooflineCost,
+    StageShape,
+    StateLayout,
+    usable_bytes,
+)
 from tests.autoplan import restarted
-from tests.autoplan.autoplan_runs import fail_in, train_capped
+from tests.autoplan.autoplan_runs import Outcome, fail_in, train
 from tests.processes import ProcessFailed, ProcessPool, free_port
 from tests.scripts import run_python
 
-ROOMY = 2**30
+
+def train_capped(pool: ProcessPool, caps: tuple[float, float], cache: Path) -> list[Outcome]:
+    options = AutoPlan(microbatch_sizes=(1,))
+    return pool.run(train, 2, options, (1.0, 1.0), 6, str(cache), 64, caps)
 
 
 @pytest.mark.dist
@@ -32,7 +45,7 @@ def test_every_rank_is_told_which_stage_was_full_and_the_next_start_avoids_that(
 ) -> None:
     caps = (2**40, 1.9e6)
     with pytest.raises(ProcessFailed) as failed:
-        pool.run(train_capped, 2, caps, ROOMY, str(tmp_path))
+        train_capped(pool, caps, tmp_path)
     (path,) = tmp_path.glob("memory-*.json")
     for text in failed.value.failures.values():
         assert "Tried to allocate" in text
@@ -41,7 +54,7 @@ def test_every_rank_is_told_which_stage_was_full_and_the_next_start_avoids_that(
             assert f"\n{term}" in text
         assert f"({path};" in text
     assert json.loads(path.read_text())["usable_bytes"] < caps[1]
-    again = pool.run(train_capped, 2, caps, ROOMY, str(tmp_path))
+    again = train_capped(pool, caps, tmp_path)
     assert len(again[0].plan["pipelines"]) == 1, "rank 1 can't hold the whole model"
     assert len(again[0].losses) == 2
 
@@ -66,7 +79,7 @@ def test_a_model_that_fits_nowhere_by_what_is_known_is_refused(
     caps = (900_000.0, 900_000.0)
     for reason in ("is out of memory", "PlanningError"):
         with pytest.raises(ProcessFailed) as failed:
-            pool.run(train_capped, 2, caps, ROOMY, str(tmp_path))
+            train_capped(pool, caps, tmp_path)
         assert all(reason in text for text in failed.value.failures.values())
 
 
@@ -95,12 +108,6 @@ def test_what_ran_out_of_memory_under_torchrun_goes_on_under_a_plan_that_fits(
     assert json.loads(correction.read_text())["activation_factor"] > 1
     steps = {entry["step"]: entry["loss"] for entry in entries if "step" in entry}
     assert [steps[step] for step in (1, 2, 3)] == pytest.approx(restarted.plain_losses())
-
-
-def test_an_error_on_a_rank_without_layers_stays_what_it_is() -> None:
-    watch = MemoryWatch(mock.MagicMock(), mock.MagicMock(place=None), list)
-    with pytest.raises(PeerError, match="lost"), watch.explaining(trains=True):
-        raise PeerError("Rank 1 is lost.")
 
 
 def test_errors_of_memory_are_known_with_what_they_asked_for() -> None:
@@ -146,3 +153,51 @@ def test_corrections_are_joined_and_broken_or_old_ones_count_for_nothing(
     assert file.read() == MemoryCorrection()
     file.path.write_text('{"activation_factor": 0.1}')
     assert file.read() == MemoryCorrection()
+
+
+BYTES = st.integers(1, 10**12)
+
+
+@given(
+    terms=st.tuples(*[BYTES] * 8),
+    live=BYTES,
+    requested=st.integers(0, 10**11),
+    states=st.floats(0, 1),
+    memory=BYTES,
+    in_flight=st.floats(0.01, 1),
+    known=st.floats(1, 3),
+)
+def test_what_failed_exceeds_the_device_as_it_is_corrected(
+    terms, live, requested, states, memory, in_flight, known
+):
+    predicted = MemoryTerms(*map(float, terms))
+    found = OutOfMemory(
+        predicted=predicted,
+        live_bytes=live,
+        requested_bytes=requested,
+        state_bytes=int(states * live),
+        usable_bytes=usable_bytes(memory),
+        in_flight=in_flight,
+    ).correct(MemoryCorrection(activation_factor=known))
+    factor = found.activation_factor / known
+    passing = sum(predicted[3:7])
+    corrected = predicted.states + max(predicted.total - predicted.states, factor * passing)
+    assert factor >= 1
+    assert corrected > usable_bytes(found.corrected_bytes(memory))
+    assert found.usable_bytes is None or found.usable_bytes <= live
+
+
+@pytest.mark.parametrize("recomputed", [0, 2])
+def test_costs_count_with_it(recomputed):
+    cluster = Cluster(nodes=(Node(device="A100-80GB", count=2),))
+    model = ModelSpec.load("llama-7b")
+    plain, corrected = (
+        RooflineCost(cluster, model, layout=StateLayout(activation_factor=factor))
+        for factor in (1.0, 1.5)
+    )
+    shape = StageShape("A100-80GB", 1, 4, has_head=True, recomputed_layers=recomputed)
+    batches = [(4096,)] * 3
+    before, after = (cost.stage_memory(shape, 2, batches, 2) for cost in (plain, corrected))
+    assert after[:3] == before[:3], "states are what they are"
+    for name in ("activations", "recomputed", "head", "messages"):
+        assert getattr(after, name) == pytest.approx(1.5 * getattr(before, name)), name

@@ -128,17 +128,16 @@ def test_layers_that_only_an_option_recomputes_are_predicted():
     assert not compiled.facts.state_layout().selective, "a compiler chooses what it keeps"
 
 
-def test_unknown_devices_get_no_figures_but_their_memory():
+def test_unknown_devices_get_no_figures_but_their_memory_nor_do_unknown_batches():
     text = str(start(ODD))
     assert "iteration time  not predicted: no data sheet has odd" in text
     assert " of 9.0" in text
     assert "tokens/s" not in text
     assert "busy" not in text
-
-
-def test_unknown_batches_get_no_prediction():
     text = str(start(A100S, sizes=lambda: BatchSizes(samples=None, sequence_length=128)))
     assert "not predicted: the sizes of model or batches aren't known" in text
+    plan = ParallelPlan.even(world_size=2, num_layers=4, num_stages=1)
+    assert "idle            1 of 3 devices" in str(start(A100S, plan))
 
 
 def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_what_it_owns():
@@ -171,11 +170,6 @@ def test_a_rank_has_room_for_anothers_place_only_if_its_device_holds_it_beside_w
     for share, fits in ((1.8, False), (2.1, True)):
         size = states + share * activations
         assert start(cluster(1.1 * whole, size, 1.1 * whole)).has_room(cut) == fits
-
-
-def test_idle_devices_are_counted():
-    plan = ParallelPlan.even(world_size=2, num_layers=4, num_stages=1)
-    assert "idle            1 of 3 devices" in str(start(A100S, plan))
 
 
 def test_standbys_are_named_and_their_memory_counts():

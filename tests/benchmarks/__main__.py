@@ -1,6 +1,6 @@
 """Run the benchmarks and print one table.
 
-`python -m tests.benchmarks [WORD ...] [--json FILE] [--compare FILE]` ends with exit code 1 if a
+`python -m tests.benchmarks [WORD ...] [--json FILE]` ends with exit code 1 if a
 benchmark failed; the others' rows are there all the same. Long ones can be run in parts: `--only`
 takes rows whose name holds a text, `--repeats` and `--minutes` say how long.
 """
@@ -8,14 +8,14 @@ takes rows whose name holds a text, `--repeats` and `--minutes` say how long.
 import argparse
 import importlib
 import inspect
+import json
 import pathlib
 import sys
 import traceback
 
 from rich.console import Console
 
-from tests.benchmarks.harness import Row, silence_trainers
-from tests.benchmarks.report import Report
+from tests.benchmarks.harness import Row, as_data, as_table, silence_trainers
 
 
 def main() -> int:
@@ -23,7 +23,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("words", nargs="*", help="run only benchmarks whose name holds a word")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures to this file")
-    parser.add_argument("--compare", type=pathlib.Path, help="JSON file of an earlier run")
     parser.add_argument("--only", help="rows whose name holds this, where a benchmark has parts")
     parser.add_argument("--repeats", type=int, help="how often, where a benchmark can be told")
     parser.add_argument("--minutes", type=float, help="how long, where a benchmark can be told")
@@ -31,7 +30,6 @@ def main() -> int:
     arguments = parser.parse_args()
     told = {key: getattr(arguments, key) for key in ("only", "repeats", "minutes", "row_ms")}
     told = {key: value for key, value in told.items() if value is not None}
-    earlier = None if arguments.compare is None else Report.load(arguments.compare)
     names = sorted(path.stem for path in pathlib.Path(__file__).parent.glob("bench_*.py"))
     chosen = [n for n in names if not arguments.words or any(w in n for w in arguments.words)]
     rows: list[Row] = []
@@ -46,14 +44,13 @@ def main() -> int:
             traceback.print_exc()
             failed.append(name)
         if arguments.json:
-            Report.of_this_machine(rows, failed).save(arguments.json)
-    report = Report.of_this_machine(rows, failed)
+            arguments.json.parent.mkdir(parents=True, exist_ok=True)
+            data = json.dumps(as_data(rows, failed), indent=1)
+            arguments.json.write_text(data + "\n", encoding="utf-8")
     console = Console(width=None if sys.stdout.isatty() else 180)
-    console.print(report.as_table())
+    console.print(as_table(rows))
     if failed:
         print(f"failed: {', '.join(failed)}")
-    if earlier is not None:
-        print("\n".join(report.compare(earlier)))
     return 1 if failed else 0
 
 

@@ -1,9 +1,4 @@
-"""Proposal of plans and assignment on real lengths at 64 and 1,024 GPUs.
-
-Floors, from counting operations. Dispatch: B steps of about 12 NumPy calls on [100, D] arrays, at
-64 GPUs 60·12 calls of 2 µs = 1.5 ms, at 1,024 900 steps on [100, 130] = 0.1 s. Packing is Python's
-work for some hundred pipelines, at 1,024 GPUs 10 ms. Proposal: (plans tried)·(iterations)·
-(sequences) steps, 1,024 GPUs: 200·12·900 = 2.2 M greedy steps of 1 µs.
+"""Proposed plans and assignment on real lengths at 64 and 1,024 GPUs.
 
 Peers know neither pipelines nor unequal devices: verl's Karmarkar-Karp over tokens, best-fit and
 first-fit decreasing into bins of the context length, dealt evenly. Each gets the homogeneous plan
@@ -13,13 +8,10 @@ and the peer's best plan is made for it, so that little can be gained where many
 one: each row says which ratio no plan and assignment can exceed, by a bound over all of them.
 """
 
-import time
-
 import numpy as np
 
-from lightning_hetero.assign import assign_iteration, dispatch, pack
+from lightning_hetero.assign import assign_iteration
 from lightning_hetero.planner.proposing.proposal import propose
-from tests.assign.plan_bound import dispatch_lower_bound_s, packing_lower_bound_s
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,
     assign_by_karmarkar_karp,
@@ -34,7 +26,7 @@ from tests.benchmarks.assignment_cases import (
     pipeline_times_s,
     schemes_on,
 )
-from tests.benchmarks.harness import Row, median_times_s
+from tests.benchmarks.harness import Row
 
 CONTEXT = 32_768
 SIZES = {64: (200_000, 30), 1024: (3_200_000, 4)}
@@ -58,56 +50,14 @@ class Case:
         lengths = load_lengths(length_set, CONTEXT)
         self.schemes = schemes_on(num_gpus, speeds)
         schemes = list(self.schemes.values())
-        start = time.perf_counter()
-        proposals = propose(lengths, schemes, self.devices, tokens_per_iteration=tokens)
-        self.proposal_s = time.perf_counter() - start
-        self.candidates = [list(proposal.pipelines(schemes)) for proposal in proposals]
+        proposals = propose(lengths, schemes, self.devices, tokens_per_iteration=tokens, most=8)
+        self.candidates = [
+            [scheme.cost for scheme, n in zip(schemes, counts, strict=True) for _ in range(n)]
+            for counts in proposals
+        ]
         self.iterations = draw_iterations(lengths, tokens, count)
         self.chosen = [assign_iteration(item, self.candidates) for item in self.iterations]
         self.plans = [self.candidates[item.plan_index] for item in self.chosen]
-
-    def row(self, what: str, value: float, target: float, unit: str, note: str = "") -> Row:
-        """Return a row with an absolute bound; seconds are measured, gaps are not."""
-        return Row(
-            name=f"{what}: {self.title}",
-            ours=value,
-            unit=unit,
-            target=target,
-            kind="measured" if unit == "s" else "simulated",
-            note=note,
-        )
-
-    def timings(self) -> list[Row]:
-        """Return the times of proposal and assignment."""
-        pairs = list(zip(self.iterations, self.plans, strict=True))[:6]
-        (assign_s,) = median_times_s(
-            lambda: [assign_iteration(lengths, [plan]) for lengths, plan in pairs], repeats=5
-        )
-        small = self.num_gpus == 64
-        note = f"{len(pairs[0][0])} sequences, {len(pairs[0][1])} pipelines, per iteration"
-        return [
-            self.row("assignment", assign_s / len(pairs), 0.08 if small else 1.0, "s", note),
-            self.row("proposal", self.proposal_s, 2.0 if small else 20.0, "s"),
-        ]
-
-    def gaps(self) -> list[Row]:
-        """Return how far dispatches and packings are from lower bounds, on average."""
-        dispatch_gaps, packing_gaps = [], []
-        for lengths, plan in zip(self.iterations, self.plans, strict=True):
-            found = dispatch(lengths, plan)
-            bound_s = dispatch_lower_bound_s(lengths, plan, upper_bound_s=found.latency_s)
-            dispatch_gaps.append(found.latency_s / bound_s)
-            members = [np.equal(found.pipeline_of, index) for index in range(len(plan))]
-            own = [(lengths[is_own], cost) for is_own, cost in zip(members, plan, strict=True)]
-            ends_s, bounds_s = (
-                [get(*item) for item in own]
-                for get in (lambda *item: pack(*item).latency_s, packing_lower_bound_s)
-            )
-            packing_gaps.append(max(ends_s) / max(bounds_s))
-        return [
-            self.row("dispatch / lower bound, mean", float(np.mean(dispatch_gaps)), 1.01, "ratio"),
-            self.row("packing / lower bound, mean", float(np.mean(packing_gaps)), 1.01, "ratio"),
-        ]
 
     def against_peers(self) -> Row:
         """Return our simulated iteration time against the best peer's."""
@@ -140,11 +90,10 @@ class Case:
 
 
 def run() -> list[Row]:
-    """Return times, gaps and ratios of every case."""
-    rows = []
-    for cluster in CLUSTERS:
-        for num_gpus in SIZES:
-            for length_set in LENGTH_SETS:
-                case = Case(num_gpus, cluster, length_set)
-                rows += [*case.timings(), *case.gaps(), case.against_peers()]
-    return rows
+    """Return the ratio of every case."""
+    return [
+        Case(num_gpus, cluster, length_set).against_peers()
+        for cluster in CLUSTERS
+        for num_gpus in SIZES
+        for length_set in LENGTH_SETS
+    ]

@@ -15,10 +15,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ import lightning as L
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.benchmarks.harness import Row
+from tests.benchmarks.steps import StepTimes
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 NUM_RANKS = 4
@@ -51,11 +50,7 @@ def run() -> list[Row]:
             name=f"step of 2 nodes with 2 ranks each, {LINK} between them, gradients by node",
             ours=ours,
             peer=peer,
-            unit="s",
             target=0.9,
-            better="lower",
-            kind="measured",
-            value=ours / peer,
             note="gradients straight to their owners; the pull is the same",
         )
     ]
@@ -122,14 +117,6 @@ def _step_s(names: tuple[str, str]) -> list[float]:
         return [statistics.median(times[kind]) for kind in KINDS]
 
 
-class _Times(L.Callback):
-    def __init__(self) -> None:
-        self.ends_s: list[float] = []
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.ends_s.append(time.perf_counter())
-
-
 def main(output: str) -> None:
     """Train as one rank by each kind in turn; rank 0 writes the seconds of its steps."""
     times = {kind: list[float]() for kind in KINDS}
@@ -145,11 +132,11 @@ def _train(kind: Any) -> list[float]:
         {"stages": [{"ranks": [rank], "layers": [0, NUM_LAYERS]}]} for rank in range(NUM_RANKS)
     ]
     strategy = HeteroStrategy(ParallelPlan.from_dict({"pipelines": stages}), exchange=kind)
-    times, options = _Times(), quiet(devices=2, max_steps=NUM_STEPS)
+    times, options = StepTimes(WARM_UP), quiet(devices=2, max_steps=NUM_STEPS)
     trainer = L.Trainer(strategy=strategy, callbacks=[times], num_nodes=2, **options)
     sizes = ToyOptions(num_layers=NUM_LAYERS, width=WIDTH)
     trainer.fit(ToyModule(sizes), loader(NUM_RANKS * NUM_STEPS, 1))
-    return [end - start for start, end in pairwise(times.ends_s[WARM_UP:])]
+    return times.seconds
 
 
 if __name__ == "__main__":

@@ -1,32 +1,19 @@
-"""Recovery, stall and spot replay of layer-wise checkpoints (AutoHet §V-C).
+"""Recovery of layer-wise checkpoints (AutoHet §V-C); `bench_layerwise` has a save's stall.
 
-Recovery: real bytes go through stores that are throttled to AutoHet's 3500 MB/s for each node's
+Real bytes go through stores that are throttled to AutoHet's 3500 MB/s for each node's
 disk, 1200 MB/s for the one remote store that all nodes share and 50 GB/s for what a rank sends,
 each divided by `SLOWDOWN`; the peer is the same recovery with nothing but the remote store. With a
 state of S bytes the peer's floor is S/1200. Ours in A and C: two disks of S/2 each, S/7000, so
 5.83 times at most; in B half of S from one disk beside half from the remote, 2 times at most.
-
-Stall: what training waits for, against `torch.save` of the same state. Floor: the copy runs beside
-the next iteration's forward and backward, so nothing but starting a thread.
 """
 
 import functools
-import os
-import tempfile
-import time
 from collections.abc import Sequence
-from pathlib import Path
-
-import torch
 
 from lightning_hetero.checkpoint import (
-    CheckpointContent,
-    CheckpointId,
     CheckpointWriter,
-    LocalStore,
     Peers,
     Recovered,
-    SliceContent,
     SliceNeed,
     Store,
     Tier,
@@ -38,7 +25,6 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from tests.benchmarks.harness import Row, median_times_s
-from tests.benchmarks.spot_replay import replay_rows
 from tests.checkpoint.stand_ins import MemoryStore, Throttle, ThrottledStore
 from tests.checkpoint.states import contents, needs_of, run_ranks
 
@@ -51,11 +37,6 @@ CHUNK_BYTES = 256 << 10
 NUM_LAYERS, HIDDEN, VOCAB = 8, 256, 3142
 """GPT-3 6.7B with width and vocabulary divided by 16 and four layers in one: all ranks share one
 interpreter here, so what is done once for each tensor weighs far more than beside real layers."""
-
-
-def run() -> list[Row]:
-    """Measure everything."""
-    return [*recovery_rows(), *stall_rows(), *replay_rows()]
 
 
 def gpt(num_layers: int = NUM_LAYERS) -> list[ParameterSpec]:
@@ -112,7 +93,7 @@ def scenarios() -> dict[str, tuple[ParallelPlan, list[str], float]]:
     }
 
 
-def recovery_rows() -> list[Row]:
+def run() -> list[Row]:
     """Measure the three scenarios."""
     items = gpt()
     disks: dict[str, Store] = {name: MemoryStore(name) for name in ("n0", "n1", "n2", "n3")}
@@ -124,11 +105,7 @@ def recovery_rows() -> list[Row]:
             Tier(kind=TierKind.DISK, store=disks[NODES_BEFORE[rank]]),
             Tier(kind=TierKind.REMOTE, store=remote),
         ]
-        writer = CheckpointWriter(
-            tiers,
-            node_of_rank=NODES_BEFORE,
-            peers=peers,
-        )
+        writer = CheckpointWriter(tiers, node_of_rank=NODES_BEFORE, peers=peers)
         writer.save(parts[rank]).wait_until_uploaded()
         writer.close()
 
@@ -176,12 +153,7 @@ def _recover(
         tiers = [Tier(kind=TierKind.REMOTE, store=slow_remote)]
         if own:
             tiers.insert(0, Tier(kind=TierKind.DISK, store=own[nodes[rank]]))
-        return recover(
-            needs[rank],
-            tiers,
-            node=nodes[rank],
-            peers=peers,
-        )
+        return recover(needs[rank], tiers, node=nodes[rank], peers=peers)
 
     fetching.CHUNK_BYTES = CHUNK_BYTES
     results = run_ranks(size, action, bytes_per_s=LINK_BYTES_PER_S, timeout_s=120)
@@ -189,71 +161,3 @@ def _recover(
         # The tests compare the values bit for bit.
         assert result is not None
         assert len(result.slices) == len(wanted)
-
-
-def stall_rows() -> list[Row]:
-    """Measure how long a step waits for a checkpoint of 192 MB."""
-    state = {f"{i}": torch.randn(1 << 20) for i in range(48)}
-    slices = tuple(
-        SliceContent(
-            parameter=name,
-            unit=int(name) // 3,
-            shape=(1 << 20,),
-            dim=0,
-            start=0,
-            stop=1 << 20,
-            weight=tensor,
-        )
-        for name, tensor in state.items()
-    )
-    work = torch.randn(1024, 1024)
-    with tempfile.TemporaryDirectory() as folder:
-        store = LocalStore(Path(folder) / "ours")
-        writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=store, keep=1)])
-        stalls: list[float] = []
-        steps = iter(range(10**6))
-
-        def ours() -> None:
-            content = CheckpointContent(
-                id=CheckpointId(next(steps)),
-                global_rank=0,
-                world_size=1,
-                num_layers=16,
-                slices=slices,
-            )
-            start_s = time.perf_counter()
-            saved = writer.save(content)
-            stall_s = time.perf_counter() - start_s
-            # The next iteration's forward and backward, at least as long as the copy takes.
-            until_s = time.perf_counter() + 0.5
-            while time.perf_counter() < until_s:
-                torch.mm(work, work)
-            start_s = time.perf_counter()
-            saved.wait_for_snapshot()
-            stalls.append(stall_s + time.perf_counter() - start_s)
-            saved.wait_until_confirmed()
-
-        def peer() -> None:
-            with (Path(folder) / "peer.pt").open("wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())
-
-        def blocking() -> None:
-            for name, tensor in state.items():
-                copies[name].copy_(tensor)
-
-        copies = {name: torch.empty_like(tensor) for name, tensor in state.items()}
-        _, peer_s, copy_s = median_times_s(ours, peer, blocking, repeats=5)
-        writer.close()
-    stall_s = sorted(stalls[1:])[len(stalls[1:]) // 2]
-    return [
-        Row(
-            name="stall of a step for a checkpoint of 201 MB",
-            ours=stall_s,
-            peer=peer_s,
-            target=0.05,
-            note="peer: torch.save and fsync; the copy runs beside 0.5 s of matmuls "
-            f"(copied on its own it takes {copy_s:.3f} s)",
-        )
-    ]

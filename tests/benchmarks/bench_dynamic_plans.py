@@ -17,6 +17,7 @@ import itertools
 import statistics
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -37,7 +38,7 @@ from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.simulator import simulate
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
-from tests.processes import ProcessPool
+from tests.benchmarks.steps import in_turns, processes
 from tests.toy import quiet
 
 SLOWDOWNS = (16.0, 16.0, 8.0, 8.0)
@@ -166,15 +167,13 @@ def _mean_of_fastest_s(runs: list[list[dict[str, Any]]]) -> float:
 
 def run() -> list[Row]:
     """Time both runs in turns."""
-    pool = ProcessPool()
-    dynamic, static = [], []
-    try:
+    with processes() as pool:
         ((cluster, profile),) = pool.run(describe, 1)
-        for _ in range(REPEATS):
-            dynamic.append(pool.run(train, 4, cluster, profile, NUM_CANDIDATES, timeout_s=400))
-            static.append(pool.run(train, 4, cluster, profile, 1, timeout_s=400))
-    finally:
-        pool.close()
+        ways = {
+            name: partial(pool.run, train, 4, cluster, profile, count, timeout_s=400)
+            for name, count in (("dynamic", NUM_CANDIDATES), ("static", 1))
+        }
+        dynamic, static = in_turns(ways, REPEATS).values()
     ours, peer = _mean_of_fastest_s(dynamic), _mean_of_fastest_s(static)
     stall_s = statistics.median(statistics.mean(ranks[0]["stalls_s"]) for ranks in dynamic)
     ours_predicted, peer_predicted = (
@@ -190,7 +189,6 @@ def run() -> list[Row]:
             peer=peer,
             target=1.0,
             better="higher",
-            value=measured,
             note=f"best static plan; {len(set(plans))} plans, {sum(changes)} changes in "
             f"{len(changes)}",
         ),

@@ -5,14 +5,13 @@ Forwards and backwards are stretched by sleeping, so two cores play four devices
 `plan="auto"` makes of it, the even split one equal pipeline a rank; both train the same 48 samples
 an iteration. Floor: the slow ranks' even share of 12 samples against 48 / (1 + 1 + 2 + 2) samples a
 unit of speed is a ratio of 1.5, and more where small micro-batches stay in the cache; what
-exchange, Lightning and the slowest of four noisy ranks take comes off. Smaller iterations (6
-samples a rank, three narrower layers) had been tried before: 1.29 to 1.42.
+exchange, Lightning and the slowest of four noisy ranks take comes off.
 """
 
 import os
 import statistics
 import tempfile
-import time
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -26,7 +25,7 @@ from lightning_hetero.planner.contingency import PlanBasis
 from lightning_hetero.simulator import simulate
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
-from tests.processes import ProcessPool
+from tests.benchmarks.steps import StepTimes, in_turns, processes
 from tests.toy import quiet
 
 SLOWDOWNS = (16.0, 16.0, 8.0, 8.0)
@@ -43,7 +42,6 @@ class Rows(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = HeteroLM(CONFIG)
-        self.seconds: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (ids,) = batch
@@ -56,11 +54,12 @@ class Rows(L.LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._start_s = time.perf_counter()
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seconds.append(time.perf_counter() - self._start_s)
+class TimesAndPlan(StepTimes):
+    """Also keeps the plan."""
+
+    def on_train_start(self, trainer: Any, *_: Any) -> None:
+        self.plan = trainer.strategy.plan
 
 
 def train(rank: int, plan: Any, cache: str) -> dict[str, Any]:
@@ -68,30 +67,17 @@ def train(rank: int, plan: Any, cache: str) -> dict[str, Any]:
 
     os.environ["LIGHTNING_HETERO_CACHE"] = cache
     torch.manual_seed(1)
-    strategy = HeteroStrategy(plan)
-    module = Rows()
-    trainer = L.Trainer(
-        **quiet(
-            devices=len(SLOWDOWNS),
-            strategy=strategy,
-            max_steps=NUM_ITERATIONS,
-            callbacks=[EmulatedDevices(SLOWDOWNS)],
-        )
-    )
+    strategy, times = HeteroStrategy(plan), TimesAndPlan()
+    options = quiet(devices=len(SLOWDOWNS), strategy=strategy, max_steps=NUM_ITERATIONS)
+    trainer = L.Trainer(**options | {"callbacks": [times, EmulatedDevices(SLOWDOWNS)]})
     ids = torch.randint(CONFIG.vocab_size, (SAMPLES * 4 * NUM_ITERATIONS, LENGTH))
-    plans: list[ParallelPlan] = []
-
-    class Keep(L.Callback):
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            plans.append(strategy.plan)
-
-    trainer.callbacks.append(Keep())  # type: ignore[attr-defined]
-    trainer.fit(module, DataLoader(TensorDataset(ids), batch_size=SAMPLES))
+    module, loader = Rows(), DataLoader(TensorDataset(ids), batch_size=SAMPLES)
+    trainer.fit(module, loader)
     auto = strategy.auto_planned
     # The first iterations exchange reports and warm caches up.
     return {
-        "seconds": statistics.median(module.seconds[2:]),
-        "plan": plans[0],
+        "seconds": statistics.median(times.seconds),
+        "plan": times.plan,
         "basis": None if auto is None else auto.basis,
     }
 
@@ -105,16 +91,11 @@ def predict_s(plan: ParallelPlan, basis: PlanBasis, microbatch_size: int) -> flo
 
 def run() -> list[Row]:
     """Time both plans in turns and compare their ratio with the simulator's."""
-    pool = ProcessPool()
-    planned, even = [], []
-    try:
-        with tempfile.TemporaryDirectory() as cache:
-            for _ in range(REPEATS):
-                automatic = AutoPlan(sequence_length=LENGTH)
-                planned.append(pool.run(train, 4, automatic, cache)[0])
-                even.append(pool.run(train, 4, None, cache)[0])
-    finally:
-        pool.close()
+    with processes() as pool, tempfile.TemporaryDirectory() as cache:
+        plans = {"planned": AutoPlan(sequence_length=LENGTH), "even": None}
+        ways = {name: partial(pool.run, train, 4, plan, cache) for name, plan in plans.items()}
+        runs = in_turns(ways, REPEATS)
+    planned, even = ([ranks[0] for ranks in runs[name]] for name in plans)
     ours = statistics.median(run["seconds"] for run in planned)
     peer = statistics.median(run["seconds"] for run in even)
     basis = planned[-1]["basis"]
@@ -130,7 +111,6 @@ def run() -> list[Row]:
             peer=peer,
             target=1.4,
             better="higher",
-            value=measured,
             note=f"even split; planned: micro-batches {counts} of {size}",
         ),
         Row(

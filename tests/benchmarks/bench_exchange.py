@@ -12,7 +12,6 @@ A change of plan moves one stage's weights from elsewhere, once, and makes new t
 """
 
 import statistics
-import time
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.benchmarks.harness import Row
-from tests.processes import ProcessPool
+from tests.benchmarks.steps import StepTimes, processes
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
 NUM_LAYERS = 6
@@ -63,26 +62,23 @@ class SumModule(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-6)
 
 
-class StepTimes(L.Callback):
-    """Wall time of each step, the first two left out; may change the plan before a step."""
+class Alternating(StepTimes):
+    """Times each step from a barrier on; may change the plan before a step."""
 
     def __init__(self, plans: list[ParallelPlan] | None = None) -> None:
-        self.seconds: list[float] = []
+        super().__init__()
         self._plans = plans
 
     def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
         dist.barrier()
-        self._start = time.perf_counter()
+        self.start()
         if self._plans:
             assert isinstance(trainer.strategy, HeteroStrategy)
             trainer.strategy.change_plan(self._plans[trainer.global_step % len(self._plans)])
 
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
-
 
 def our_steps(num_ranks: int) -> list[float]:
-    times = StepTimes()
+    times = Alternating()
     trainer = L.Trainer(
         strategy=HeteroStrategy(),
         callbacks=[times],
@@ -90,7 +86,7 @@ def our_steps(num_ranks: int) -> list[float]:
     )
     rows = TokenRows(2 * num_ranks * STEPS)
     trainer.fit(SumModule(), DataLoader(rows, batch_size=2))
-    return times.seconds[2:]
+    return times.seconds
 
 
 def fsdp_steps() -> list[float]:
@@ -99,15 +95,15 @@ def fsdp_steps() -> list[float]:
     for layer in module.layers:
         fully_shard(layer, mesh=mesh)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-6)
-    seconds = []
+    watch = StepTimes()
     for batch in DataLoader(TokenRows(2 * STEPS), batch_size=2):
         dist.barrier()
-        start = time.perf_counter()
+        watch.start()
         optimizer.zero_grad()
         module.training_step(batch, 0).backward()
         optimizer.step()
-        seconds.append(time.perf_counter() - start)
-    return seconds[2:]
+        watch.stop()
+    return watch.seconds
 
 
 def exchange(rank: int, num_ranks: int) -> tuple[float, float]:
@@ -137,7 +133,7 @@ def change_of_plan(rank: int) -> tuple[float, float]:
     for _ in range(REPEATS):
         # Both alternate between the same plans' compute: each plan stays for a whole run here.
         for index, changes in enumerate((plans, None, None)):
-            times = StepTimes(changes)
+            times = Alternating(changes)
             plan = plans[0] if index < 2 else plans[1]
             trainer = L.Trainer(
                 strategy=HeteroStrategy(plan=plan, num_microbatches=4),
@@ -147,12 +143,11 @@ def change_of_plan(rank: int) -> tuple[float, float]:
             torch.manual_seed(0)
             data = DataLoader(TokenRows(64 * STEPS), batch_size=64)
             trainer.fit(ToyModule(CHANGE_OPTIONS), data)
-            figures[min(index, 1)] += times.seconds[2:]
+            figures[min(index, 1)] += times.seconds
     return statistics.median(figures[0]), statistics.median(figures[1])
 
 
 def run(only: str = "") -> list[Row]:
-    pool = ProcessPool()
     fsdp = "FSDP2 all-gather and reduce-scatter"
     cases = (
         ("push and pull of 28 MB", partial(exchange, num_ranks=2), 2, 0.6, fsdp),
@@ -161,15 +156,9 @@ def run(only: str = "") -> list[Row]:
     )
     rows = []
     for name, function, num_ranks, target, peer_name in cases:
-        if only not in name:
-            continue
-        figures = pool.run(function, num_ranks, timeout_s=500)
-        ours, peer = (max(item[index] for item in figures) for index in range(2))
-        rows.append(
-            Row(
-                name=name, ours=ours, peer=peer, target=target,
-                kind="measured", note=peer_name,
-            )
-        )  # fmt: skip
-    pool.close()
+        if only in name:
+            with processes() as pool:
+                figures = pool.run(function, num_ranks, timeout_s=500)
+            ours, peer = (max(item[index] for item in figures) for index in range(2))
+            rows.append(Row(name=name, ours=ours, peer=peer, target=target, note=peer_name))
     return rows

@@ -11,10 +11,6 @@ whole parameters, as torchft does, and saves a checkpoint every 200 steps, about
 worker is lost; torchrun's restarts, which read them, every 20; torchft none. Ours runs in
 Lightning's loop, torchft in a bare one.
 
-Counted, processor time of a step and a worker, on a machine that others used: ours 18 ms, of which
-14 on the main thread and 4 on gloo's; torchft 12 (8, 2, and 2 on its manager's). For pull and push
-ours sends 4 messages and gets 4; its heartbeats and failure detector take 0.3 ms.
-
 * seconds without training: pauses between two ends of steps above three usual ones, without a usual
   one. A step that is trained again, or with fewer workers, is none.
 * steps lost: trained again from a checkpoint; with torchft, attempts that weren't committed, whose
@@ -28,8 +24,8 @@ ours sends 4 messages and gets 4; its heartbeats and failure detector take 0.3 m
 0.4 s, not 0.1, so what Python adds to it weighs less.
 """
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Literal
 
 from tests.benchmarks import faulty_runs
 from tests.benchmarks.faulty_runs import Faulty, Outcome, watch
@@ -63,45 +59,22 @@ def _watch(run: AbstractContextManager[Faulty], minutes: float) -> Outcome:
 
 def _rows(ours: Outcome, peer: Outcome, name: str) -> list[Row]:
     """Return ours against a peer's."""
-    return [
-        _row("seconds without training", ours, peer, name, lambda outcome: outcome.idle_s),
-        _row("steps lost", ours, peer, name, lambda outcome: float(outcome.lost_steps)),
-        _row(
-            "pace before the first fault, samples a second",
-            ours,
-            peer,
-            name,
-            lambda outcome: outcome.steady_per_s,
-            is_gain=True,
-        ),
-        _row(
-            "goodput, samples a second",
-            ours,
-            peer,
-            f"{name}; of the usual pace {ours.share:.1%}, the peer {peer.share:.1%}",
-            lambda outcome: outcome.samples_per_s,
-            is_gain=True,
-        ),
-    ]
-
-
-def _row(
-    what: str,
-    ours: Outcome,
-    peer: Outcome,
-    note: str,
-    figure: Callable[[Outcome], float],
-    *,
-    is_gain: bool = False,
-) -> Row:
-    own, other = figure(ours), figure(peer)
-    return Row(
-        name=f"{what}, {ours.num_faults} faults, one every {FAULT_EVERY_S:.0f} s",
-        ours=own,
-        peer=other,
-        unit=what.split()[0] if not is_gain else "1/s",
-        target=1.0,
-        better="higher" if is_gain else "lower",
-        value=own / other if other else float(own > 0),
-        note=note,
+    figures: tuple[tuple[str, str, Literal["lower", "higher"], float, float], ...] = (
+        ("seconds without training", "s", "lower", ours.idle_s, peer.idle_s),
+        ("steps lost", "steps", "lower", ours.lost_steps, peer.lost_steps),
+        ("pace before the first fault", "1/s", "higher", ours.steady_per_s, peer.steady_per_s),
+        ("goodput", "1/s", "higher", ours.samples_per_s, peer.samples_per_s),
     )
+    return [
+        Row(
+            name=f"{what}, {ours.num_faults} faults, one every {FAULT_EVERY_S:.0f} s",
+            ours=own,
+            peer=other,
+            unit=unit,
+            target=1.0,
+            better=better,
+            value=own / other if other else float(own > 0),
+            note=f"{name}; of the usual pace {ours.share:.1%}, the peer {peer.share:.1%}",
+        )
+        for what, unit, better, own, other in figures
+    ]

@@ -6,27 +6,6 @@
   one more action costs, from iterations of few and of many micro-batches, so that what is paid once
   an iteration doesn't count.
 
-* Calls of Python and torch in an iteration of both, counted by cProfile: no load disturbs them.
-
-Calls of an iteration of the first case: 8,400 before small layers travelled as one unit, 5,240
-since what becomes of samples is judged in fewer calls, 4,560 since small gradients travel, and are
-summed and scaled, in one line, and contexts are entered where something fails only, 4,460 since
-sums are cut out of that line by one call, 4,420 since sizes are found once, 4,640 now; DDP's 3,180.
-Messages in and out: 22 before, 6 since (pull, push, what ranks agree on). Of the 2 to 3 ms over DDP
-(main thread, on two loaded cores): what ranks agree on 0.7 ms, the step's functions watched 0.3 (9
-of them) and its layers entered 0.2, gloo's sends and receives 0.25, for they begin on the main
-thread, random states kept 0.2 (0.11 of it NumPy's, whose 624 numbers are copied one by one).
-Two stages with 8 micro-batches: 8,020 and 10,040 since what is asked of batches and of lists of the
-module is asked once, 9,090 and 11,220 with clocks of actions and depths of schedules, before those
-7,100 and 10,520 (the last stage, whose step goes on to the loss),
-7,150 and 10,740 before seeds and sizes of all micro-batches were found at once, 7,570 and 11,160
-before all seeds of a micro-batch were drawn by one hash, 8,620 and 12,190 before what layers leave
-and steps append was compared all at once, 9,900 and 15,200 before that. Of one action the bare loop
-makes 139, and torch's own Schedule1F1B 245. Of the last stage's torch, Lightning, the optimizer and
-the toy make 5,500. Between kernels a call takes 5 to 10 times what it takes in a loop, since they
-drive its code out of the processor's caches: what can be done for all micro-batches at once costs
-next to nothing.
-
 Each figure is given twice: in CPU seconds of the main thread, for what Python adds is computed
 there and others who use the machine don't disturb it; and in wall time, which is what a user waits
 for. An action of ours costs more CPU than the bare loop's, but its receive is posted while the one
@@ -34,13 +13,11 @@ before still computes. Each is a tenth percentile over alternating runs: nothing
 than it is.
 """
 
-import cProfile
 import statistics
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -54,13 +31,11 @@ from tests.benchmarks.bench_runtime import (
     FirstStage,
     LastStage,
     PlainModule,
-    Seconds,
-    Stopwatch,
     lightning_steps,
     slowest,
 )
 from tests.benchmarks.harness import Row
-from tests.processes import ProcessPool
+from tests.benchmarks.steps import Seconds, StepTimes, processes
 from tests.toy import CONTEXT, VOCABULARY, TokenRows, ToyOptions
 
 OPTIONS = ToyOptions(num_layers=4, width=16)
@@ -70,8 +45,6 @@ ROWS = 2
 """Samples of a micro-batch."""
 FEW, MANY = 4, 20
 """Micro-batches."""
-WARM_UP = 10
-"""Steps whose calls aren't counted."""
 
 
 def undisturbed(steps: list[Seconds]) -> Seconds:
@@ -146,7 +119,7 @@ class BareStage:
 
 
 def bare_steps(rank: int, num_microbatches: int) -> list[Seconds]:
-    stage, watch = BareStage(rank), Stopwatch()
+    stage, watch = BareStage(rank), StepTimes()
     data = TokenRows(ROWS * num_microbatches)
     for _ in range(STEPS):
         watch.start()
@@ -180,73 +153,19 @@ def against_bare_loop(rank: int) -> tuple[Seconds, Seconds]:
     return of_action(our_steps), of_action(bare_steps)
 
 
-class CountedCalls(L.Callback):
-    """Counts calls in each training step after the first ones."""
-
-    def __init__(self) -> None:
-        self._profile = cProfile.Profile()
-        self._calls: list[int] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._profile = cProfile.Profile()
-        self._profile.enable()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self._profile.disable()
-        self._calls.append(sum(entry.callcount for entry in self._profile.getstats()))
-
-    @property
-    def calls(self) -> float:
-        """Calls of a usual step: some are looked at more closely, fewer and fewer."""
-        return statistics.median(self._calls[WARM_UP:])
-
-
-def count_calls(rank: int) -> tuple[float, float, float]:
-    """Return the calls of a step: with two equal pipelines, under DDP, with two stages."""
-    small()
-
-    def of(strategy: Any) -> float:
-        counted = CountedCalls()
-        lightning_steps(strategy, 8 * ROWS, callbacks=[counted])
-        return counted.calls
-
-    return (
-        of(HeteroStrategy(num_microbatches=1)),
-        of(DDPStrategy()),
-        of(HeteroStrategy(num_stages=2, num_microbatches=8)),
-    )
-
-
-def _count_row(name: str, ours: float, peer: float | None, target: float) -> Row:
-    return Row(
-        name=f"calls an iteration, {name}, width 16", ours=ours, peer=peer, unit="",
-        target=target, value=ours, note="counted by cProfile",
-    )  # fmt: skip
-
-
 def run() -> list[Row]:
-    pool = ProcessPool()
-    equal, ddp, stages = zip(*pool.run(count_calls, 2, timeout_s=500), strict=True)
-    rows = [
-        _count_row("two equal pipelines", max(equal), max(ddp), 4_450),
-        _count_row("the first of two stages", stages[0], None, 7_200),
-        _count_row("the last of two stages", stages[1], None, 10_650),
-    ]
+    rows = []
     cases = (
         ("iteration over DDP's, two equal pipelines", against_ddp, 3e-3, "Lightning DDPStrategy"),
         ("action over a bare loop's, two stages", against_bare_loop, 1e-4, "isend, recv, 1F1B"),
     )
     for name, function, target, peer_name in cases:
-        figures = pool.run(function, 2, timeout_s=500)
+        with processes() as pool:
+            figures = pool.run(function, 2, timeout_s=500)
         ours = slowest([item[0] for item in figures])
         peer = slowest([item[1] for item in figures])
         for what, own, other in zip(("wall time", "CPU time"), ours, peer, strict=True):
-            rows.append(
-                Row(
-                    name=f"{name}, width 16, {what}", ours=own, peer=other,
-                    target=target, value=own - other,
-                    note=peer_name,
-                )
-            )  # fmt: skip
-    pool.close()
+            figures = {"ours": own, "peer": other, "value": own - other}
+            row = Row(name=f"{name}, width 16, {what}", target=target, note=peer_name, **figures)
+            rows.append(row)
     return rows

@@ -1,13 +1,11 @@
-"""How long planning takes: grouping beside SCIP on the paper's own formulation, and whole searches.
+"""How long planning takes, beside SCIP on AutoHet's own formulation of its first part.
 
 The peer is AutoHet's Eq. 3 as printed, one binary per GPU and group, given to SCIP (pyscipopt); it
 is timed once, for at most a minute, in the same run as ours. It stops at that limit at all three
 sizes, so the ratios are what the limit allows; the paper prints 1.23, 5.72 and 16.96 s for its
 whole planning with SCIP, so its formulation may be tighter than this literal one.
 
-Floor of the whole search for 16 GPUs: about 10 integer programmes and 500 simulated plans of 16
-stages at 0.3 to 1 ms each, so half a second in CPython. The largest cluster runs in a process of
-its own, which reports its memory.
+The largest cluster runs in a process of its own, which reports its memory.
 """
 
 import json
@@ -27,55 +25,45 @@ from lightning_hetero.planner import (
     plan_best_size,
 )
 from lightning_hetero.simulator import RooflineCost
-from tests.benchmarks.harness import Row, median_times_s
-from tests.planner.grouping import effective_power, group_devices
+from tests.benchmarks.harness import Row
+from tests.benchmarks.search_gate import GateCase, fixed_cases
 
 try:
     import pyscipopt
 except ImportError:
     pyscipopt = None
 
-TYPES = ("A100-80GB", "H800-80GB", "H20-96GB")
 POWERS, MEMORIES, MIN_MEMORY, NUM_MICROBATCHES = (1.0, 2.0, 0.58), (80, 80, 96), 170, 32
 SCIP_LIMIT_S = 60.0
 
-# GPUs, nodes of 8 (or 4) of each type, model, global batch, processor seconds allowed.
-SEARCHES = (
-    (16, ((8,), (4,), (4,)), "llama-7b", 256, 1.0),
-    (24, ((8,), (8,), (8,)), "llama-7b", 256, 2.0),
-    (32, ((8, 8), (8,), (8,)), "llama-7b", 256, 2.0),
-    (64, ((8,) * 3, (8,) * 3, (8,) * 2), "llama-7b", 256, 1.5),
-    (512, ((8,) * 22, (8,) * 21, (8,) * 21), "llama-70b", 2048, 6.0),
-    (1024, ((8,) * 43, (8,) * 43, (8,) * 42), "llama-70b", 4096, 12.0),
-)
+TARGETS = {16: 1.0, 24: 2.0, 32: 2.0, 64: 1.5, 512: 6.0, 1024: 12.0}
+"""Processor seconds that a whole search may take, by devices of the gate's clusters."""
 
 
 def run() -> list[Row]:
-    """Return the rows of grouping, of whole searches and of 10,000 GPUs."""
-    groupings = [_grouping(counts) for counts in ((8, 4, 4), (8, 8, 8), (16, 8, 8))]
-    searches = [_search(*case) for case in SEARCHES]
-    return [*groupings, *searches, _any_size(), _degree_per_stage(), *_ten_thousand()]
+    """Return the rows of whole searches, small ones beside SCIP too, and of 10,000 GPUs."""
+    cases = [case for case in fixed_cases() if case.name.startswith("benchmark")]
+    searches = [_search(case) for case in cases if case.cluster.num_ranks in TARGETS]
+    beside = [] if pyscipopt is None else list(map(_beside_scip, cases[:3], searches))
+    return [*searches, *beside, _any_size(cases[3]), _degree_per_stage(), *_ten_thousand()]
 
 
-def _grouping(counts: tuple[int, ...]) -> Row:
-    num_gpus = sum(counts)
-    problem = (counts, POWERS, MEMORIES, MIN_MEMORY, NUM_MICROBATCHES, 32)
-    (ours,) = median_times_s(lambda: group_devices(*problem), repeats=5)
-    objective = group_devices(*problem).objective
-    name = f"grouping, {num_gpus} GPUs of 3 types"
-    if pyscipopt is None:
-        note = "no peer: pip install pyscipopt"
-        return Row(name=name, ours=ours, target=1.0, note=note)
-    start = time.perf_counter()
-    peer_objective, status = solve_with_scip(counts)
-    peer = time.perf_counter() - start
-    note = f"peer: SCIP on Eq. 3 ({status}); objective {objective:.3f} against {peer_objective:.3f}"
-    target = 20.0 if num_gpus == 32 else 1.0
-    return Row(name=name, ours=ours, peer=peer, target=target, better="higher", note=note)
+def _beside_scip(case: GateCase, ours: Row) -> Row:
+    counts = tuple(case.cluster.num_devices.values())
+    start = time.process_time()
+    status = solve_with_scip(counts)
+    return Row(
+        name=f"whole search, {case.cluster.num_ranks} GPUs of 3 types, beside SCIP on Eq. 3 alone",
+        ours=ours.ours,
+        peer=time.process_time() - start,
+        target=1.0,
+        better="higher",
+        note=f"processor time; SCIP: {status}",
+    )
 
 
-def solve_with_scip(counts: tuple[int, ...]) -> tuple[float, str]:
-    """Solve Eq. 3 as printed; return the objective of SCIP's grouping and its status."""
+def solve_with_scip(counts: tuple[int, ...]) -> str:
+    """Solve Eq. 3 as printed, for at most a minute; return SCIP's status."""
     kinds = [kind for kind, count in enumerate(counts) for _ in range(count)]
     gpus, groups = range(len(kinds)), range(len(kinds))
     model = pyscipopt.Model()
@@ -102,62 +90,33 @@ def solve_with_scip(counts: tuple[int, ...]) -> tuple[float, str]:
     model.addCons(total <= pyscipopt.quicksum(y) * z)
     model.setObjective(total, "maximize")
     model.optimize()
-    if not model.getNSols():
-        return 0.0, f"{model.getStatus()}, no grouping"
-    compositions = []
-    for j in groups:
-        row = [0] * len(counts)
-        for i in gpus:
-            row[kinds[i]] += round(model.getVal(x[i, j]))
-        if any(row):
-            compositions.append(row)
-    weakest = min(effective_power(row, POWERS, NUM_MICROBATCHES) for row in compositions)
-    return len(compositions) * weakest, model.getStatus()
+    return str(model.getStatus())
 
 
-def _cluster(nodes: tuple[tuple[int, ...], ...]) -> Cluster:
-    return Cluster(
-        nodes=tuple(
-            Node(device=device, count=count)
-            for device, counts in zip(TYPES, nodes, strict=True)
-            for count in counts
-        )
-    )
-
-
-def _search(
-    num_gpus: int,
-    nodes: tuple[tuple[int, ...], ...],
-    model: str,
-    global_batch_size: int,
-    target_s: float,
-) -> Row:
-    cluster, sizes = _cluster(nodes), ModelSpec.load(model)
-    workload = Workload(sequence_length=4096, global_batch_size=global_batch_size)
-    repeats = 3 if num_gpus <= 64 else 1
-    times, cpu_times = [], []
+def _search(case: GateCase) -> Row:
+    repeats = 3 if case.cluster.num_ranks <= 64 else 1
+    times = []
     for _ in range(repeats):
-        start, cpu_start = time.perf_counter(), time.process_time()
-        result = plan(cluster, sizes, workload)
-        times.append(time.perf_counter() - start)
-        cpu_times.append(time.process_time() - cpu_start)
-    seconds = sorted(cpu_times)[repeats // 2]
+        start = time.process_time()
+        result = plan(case.cluster, ModelSpec.load(case.model), case.workload)
+        times.append(time.process_time() - start)
     note = (
-        f"processor time; {model}, {sorted(times)[repeats // 2]:.2f} s by the clock, "
-        f"{result.num_estimated} layouts, {result.num_simulated} simulated, "
-        f"within {result.gap:.0%} of the bound"
+        f"processor time; {case.model}, {result.num_estimated} layouts, {result.num_simulated} "
+        f"simulated, within {result.gap:.0%} of the bound"
     )
-    name = f"whole search, {num_gpus} GPUs of 3 types"
-    return Row(name=name, ours=seconds, target=target_s, note=note)
+    return Row(
+        name=f"whole search, {case.cluster.num_ranks} GPUs of 3 types",
+        ours=sorted(times)[repeats // 2],
+        target=TARGETS[case.cluster.num_ranks],
+        note=note,
+    )
 
 
-def _any_size() -> Row:
+def _any_size(case: GateCase) -> Row:
     """Return the processor time of a search that chooses the size of micro-batches, too."""
-    cluster, sizes = _cluster(((8,) * 3, (8,) * 3, (8,) * 2)), ModelSpec.load("llama-13b")
     start = time.process_time()
-    result = plan_best_size(
-        RooflineCost(cluster, sizes), Workload(sequence_length=4096, global_batch_size=256)
-    )
+    cost = RooflineCost(case.cluster, ModelSpec.load("llama-13b"))
+    result = plan_best_size(cost, case.workload)
     seconds = time.process_time() - start
     size = result.workload.sequences_per_microbatch
     note = f"processor time; llama-13b, {size} samples a micro-batch"
@@ -196,14 +155,13 @@ def _degree_per_stage() -> Row:
 
 
 _SCRIPT = """
-import json, resource, sys, time
-from tests.benchmarks.bench_planner import _cluster
+import json, resource, time
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.planner import Workload, plan
+from lightning_hetero.planner import plan
+from tests.benchmarks.search_gate import fixed_cases
 start = time.process_time()
-cluster = _cluster(((8,) * 417, (8,) * 417, (8,) * 416))
-workload = Workload(sequence_length=4096, global_batch_size=16384)
-result = plan(cluster, ModelSpec.load("llama-70b"), workload)
+case = fixed_cases()[-1]
+result = plan(case.cluster, ModelSpec.load(case.model), case.workload)
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 print(json.dumps([time.process_time() - start, peak, result.gap]))
 """

@@ -17,6 +17,7 @@ and the files of a layer-wise checkpoint, each over what adapters alone would ta
 import statistics
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint, ParallelPlan
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
+from tests.benchmarks.steps import StepTimes, in_turns, processes
 from tests.exchange.message_lists import pulls_of, pushes_of
 from tests.processes import ProcessPool
 from tests.runtime.peft_runs import quantize
@@ -66,19 +68,12 @@ class QLoRA(L.LightningModule):
         self.layers = list(base.model.layers)
         base.enable_input_require_grads()
         self.model = get_peft_model(base, LoraConfig(r=rank, target_modules=TARGETS))
-        self.seconds: list[float] = []
 
     def training_step(self, batch: Tensor) -> Any:
         return self.model(input_ids=batch, labels=batch).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._start_s = time.perf_counter()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start_s)
 
 
 class OneCardAfterTheOther(L.Callback):
@@ -106,25 +101,24 @@ class OneCardAfterTheOther(L.Callback):
 
 def fit(
     plan: Any, slowdowns: tuple[float, ...], *callbacks: L.Callback, lora_rank: int = 16
-) -> QLoRA:
-    """Train as one rank; by plain Lightning without a plan."""
-    options: dict[str, Any] = {"devices": len(slowdowns), "callbacks": [*callbacks]}
+) -> list[float]:
+    """Train as one rank, by plain Lightning without a plan; return the seconds of iterations."""
+    times = StepTimes()
+    options: dict[str, Any] = {"devices": len(slowdowns), "callbacks": [times, *callbacks]}
     if plan is not None:
         options["strategy"] = HeteroStrategy(ParallelPlan.from_dict(plan))
         options["callbacks"] += [EmulatedDevices(slowdowns)]
-    module = QLoRA(lora_rank)
     ids = torch.randint(VOCABULARY, (ROWS * NUM_ITERATIONS, LENGTH))
     saves = any(isinstance(item, LayerwiseCheckpoint) for item in callbacks)
     options |= {"max_steps": NUM_ITERATIONS, "enable_checkpointing": saves}
-    trainer = L.Trainer(**quiet(**options))
-    trainer.fit(module, DataLoader(ids, batch_size=ROWS))
-    return module
+    L.Trainer(**quiet(**options)).fit(QLoRA(lora_rank), DataLoader(ids, batch_size=ROWS))
+    return times.seconds
 
 
 def step_s(rank: int, plan: Any, slowdowns: tuple[float, ...]) -> float:
-    """Return the median seconds of an iteration; the first ones warm up."""
+    """Return the median seconds of an iteration."""
     by_layers = () if plan is not None else (OneCardAfterTheOther(),)
-    return statistics.median(fit(plan, slowdowns, *by_layers).seconds[2:])
+    return statistics.median(fit(plan, slowdowns, *by_layers))
 
 
 class Count(L.Callback):
@@ -176,9 +170,6 @@ def byte_rows(pool: ProcessPool) -> list[Row]:
             peer=adapters * times / 2**20,
             unit="MiB",
             target=1.05,
-            better="lower",
-            kind="measured",
-            value=size / (adapters * times),
             note=f"LoRA of rank 64: {adapters / 2**20:.3g} MiB of adapters, {times} times",
         )
         for what, (size, times) in counted.items()
@@ -186,34 +177,27 @@ def byte_rows(pool: ProcessPool) -> list[Row]:
 
 
 def run() -> list[Row]:
-    pool = ProcessPool()
-    ways: dict[str, tuple[Any, tuple[float, ...]]] = {
+    ways = {
         "ours": (UNEQUAL, SLOWDOWNS),
-        "device_map": (None, SLOWDOWNS[:1]),
-        "equal": (TWO_EQUAL, SLOWDOWNS[1:]),
+        "one card after the other (device_map)": (None, SLOWDOWNS[:1]),
+        "two equal stages, on a fast and a slow one": (TWO_EQUAL, SLOWDOWNS[1:]),
     }
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    try:
-        for _ in range(REPEATS):
-            for name, (plan, slowdowns) in ways.items():
-                times[name].append(pool.run(step_s, len(slowdowns), plan, slowdowns)[0])
+    with processes() as pool:
+        timed = {
+            name: partial(pool.run, step_s, len(slowdowns), plan, slowdowns)
+            for name, (plan, slowdowns) in ways.items()
+        }
+        times = in_turns(timed, REPEATS)
         rows = byte_rows(pool)
-    finally:
-        pool.close()
-    ours, by_layers, equal = (statistics.median(times[name]) for name in ways)
-    peers = [("one card after the other (device_map)", by_layers, 1.8)]
-    peers += [("two equal stages, on a fast and a slow one", equal, 1.3)]
+    ours, *peers = (statistics.median(ranks[0] for ranks in runs) for runs in times.values())
     return [
         Row(
             name=f"QLoRA step, 3 emulated cards of speed 1:1:2, against {what}",
             ours=ours,
             peer=peer,
-            unit="s",
             target=target,
             better="higher",
-            kind="measured",
-            value=peer / ours,
             note="2, 2 and 4 layers, 8 micro-batches; NF4, LoRA of rank 16",
         )
-        for what, peer, target in peers
+        for what, peer, target in zip([*ways][1:], peers, (1.8, 1.3), strict=True)
     ] + rows

@@ -18,20 +18,16 @@ beyond what they need at least, and so much the devices have beside all else. Th
 the fewest layers that hold for any two documents, 5 and 3 of 6. No setting can win more
 than recomputing nothing would, a ratio of 1.22; the budget still recomputes most of the one
 document of 512 tokens, a sixth of all tokens, so 1.15 is left by tokens alone, 1.20 if all
-documents took the same time (the notes say what the simulator predicts from times measured here).
-More is measured, as a layer that is computed again takes half a millisecond of Python, too.
+documents took the same time. More is measured, as a layer that is computed again takes half a
+millisecond of Python, too.
 
 Each run changes between the ways from iteration to iteration, so that whatever else the machine
 does meets all alike; ratios are medians over neighbouring iterations. A second run has them in the
 opposite order and must have the same losses, bit for bit. What is to be stretched four times must
 get a quarter of a core whenever it wants it: on a machine that is full of other work all that
-counts is how much is computed in all, and the plan's own way, 16.4 layers against 15, is slower
-(0.93, when it was stretched half as much). Notes give the ratio of processor times, which knows of
-no bubble.
+counts is how much is computed in all.
 """
 
-import functools
-import operator
 import os
 import pathlib
 import statistics
@@ -51,7 +47,6 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.actions import schedule_1f1b
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.profile import Profile
 from lightning_hetero.core.recomputation import (
     LayerBytes,
     held_at_backward,
@@ -60,11 +55,11 @@ from lightning_hetero.core.recomputation import (
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
 from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
-from lightning_hetero.simulator import ProfileCost, simulate
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
+from tests.benchmarks.steps import processes
 from tests.capped_memory import CappedMemory
-from tests.processes import ProcessFailed, ProcessPool
+from tests.processes import ProcessFailed
 from tests.toy import quiet
 
 LENGTHS = pathlib.Path(__file__).resolve().parents[2].parent / "shared/data/lengths"
@@ -105,8 +100,6 @@ class Result:
 
     seconds: list[list[float]]
     """Of the timed iterations, by plan and round."""
-    processor_seconds: list[list[float]]
-    """The same before they are stretched: what other work on the machine disturbs least."""
     losses: list[float]
     """Of all iterations."""
     peak_bytes: int
@@ -156,20 +149,18 @@ class Alternating(L.Callback):
         self.plans = [ParallelPlan.from_dict(plan) for plan in job.plans]
         self.losses: list[float] = []
         self.seconds: list[list[float]] = [[] for _ in job.plans]
-        self.processor_seconds: list[list[float]] = [[] for _ in job.plans]
 
     def on_train_batch_start(self, *_: Any) -> None:
-        self._start_s, self._start_processor_s = time.perf_counter(), time.process_time()
+        self._start_s = time.perf_counter()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: Any, outputs: Any, *_: Any) -> None:
-        now, processor_now = time.perf_counter(), time.process_time()
+        now = time.perf_counter()
         self.losses.append(float(outputs["loss"]))
         strategy: Any = trainer.strategy
         index = self.order[trainer.global_step - 1]
         assert strategy.plan == self.plans[index]
         if trainer.global_step > NUM_WARM_UP * len(self.plans):
             self.seconds[index].append(now - self._start_s)
-            self.processor_seconds[index].append(processor_now - self._start_processor_s)
         if trainer.global_step < len(self.order):
             strategy.change_plan(self.plans[self.order[trainer.global_step]])
 
@@ -190,47 +181,25 @@ def train(rank: int, job: Job, cache: str) -> Result:
         Documents(job.lengths * len(order)), batch_size=count, collate_fn=pack_samples
     )
     trainer.fit(Documented(job.num_layers, job.width), loader)
-    return Result(
-        alternating.seconds,
-        alternating.processor_seconds,
-        alternating.losses,
-        capped.peak_bytes,
-    )
+    return Result(alternating.seconds, alternating.losses, capped.peak_bytes)
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The first way of a job against the others."""
+def compare(run: Callable[[Job], list[Result]], job: Job) -> tuple[list[float], float]:
+    """Run a job in both orders, often enough for medians.
 
-    seconds: list[float]
-    """Of each way, the median."""
-    ratio: float
-    """Of the fastest other way's time to the first's, the median of neighbouring iterations."""
-    processor_ratio: float
-    """The same of the busiest rank's processor time, stretched."""
-
-
-def compare(run: Callable[[Job], list[Result]], job: Job) -> Comparison:
-    """Run a job in both orders, often enough for medians."""
+    Returns:
+        The median seconds of each way, and the ratio of the fastest other way to the first: the
+        median of neighbouring iterations.
+    """
     job = replace(job, num_rounds=NUM_ROUNDS)
-    found = [run(job), run(replace(job, is_reversed=True))]
-    assert found[0][0].losses == found[1][0].losses, "the ways have other losses"
-    walls = [[s for ranks in found for s in ranks[0].seconds[way]] for way in range(len(job.plans))]
-    busiest = [
-        [
-            max(map(operator.mul, seconds, job.slowdowns))
-            for ranks in found
-            for seconds in zip(*(r.processor_seconds[way] for r in ranks), strict=True)
-        ]
-        for way in range(len(job.plans))
-    ]
-    medians = [statistics.median(row) for row in walls]
-    peer = min(range(1, len(medians)), key=medians.__getitem__)
-    return Comparison(medians, *(_ratio(rows[peer], rows[0]) for rows in (walls, busiest)))
-
-
-def _ratio(peer: Sequence[float], ours: Sequence[float]) -> float:
-    return statistics.median(b / a for a, b in zip(ours, peer, strict=True))
+    found = [run(job)[0], run(replace(job, is_reversed=True))[0]]
+    assert found[0].losses == found[1].losses, "the ways have other losses"
+    ways = range(len(job.plans))
+    seconds = [[s for result in found for s in result.seconds[way]] for way in ways]
+    medians = [statistics.median(row) for row in seconds]
+    peer = min(ways[1:], key=medians.__getitem__)
+    pairs = zip(seconds[0], seconds[peer], strict=True)
+    return medians, statistics.median(theirs / ours for ours, theirs in pairs)
 
 
 def plan_of(kept: Sequence[dict[str, Any]], cut: int, num_layers: int) -> dict[str, Any]:
@@ -266,17 +235,15 @@ def per_stage(run: Callable[[Job], list[Result]]) -> Row:
     job = replace(job, limits_bytes=(1.03 * unlimited[0].peak_bytes, 2**40))
     with pytest.raises(ProcessFailed, match="OutOfMemoryError"):
         run(replace(job, plans=(*job.plans, way(2, 0, 0)), slowdowns=(1.0, 1.0)))
-    found = compare(run, job)
-    ours, again, kept = found.seconds
+    (ours, again, kept), ratio = compare(run, job)
     return Row(
         name="iteration, recomputation per stage, 2 emulated devices 1:1.5 with a byte cap",
         ours=ours,
         peer=min(again, kept),
         target=1.15,
         better="higher",
-        value=found.ratio,
-        note=f"uniform settings: all {again:.2f} s, none {kept:.2f} s; busiest rank's processor "
-        f"time {found.processor_ratio:.2f}",
+        value=ratio,
+        note=f"uniform settings: all {again:.2f} s, none {kept:.2f} s",
     )
 
 
@@ -286,53 +253,25 @@ def documents(count: int) -> tuple[int, ...]:
     return tuple(int(max(2, min(length, 16_384) // 32)) for length in lengths)
 
 
-def spec_of(width: int, num_layers: int) -> ModelSpec:
-    """Return the model's shape."""
-    return ModelSpec(
+def count_layer(num_tokens: int) -> LayerBytes:
+    """Return what a layer keeps, as a profile of this machine counts it."""
+    spec = ModelSpec(
         name="documented",
-        num_layers=num_layers,
-        hidden_size=width,
+        num_layers=1,
+        hidden_size=NARROW,
         num_heads=2,
         num_kv_heads=2,
-        intermediate_size=11 * width // 4,
+        intermediate_size=11 * NARROW // 4,
         vocab_size=VOCABULARY,
         gated_mlp=True,
         tied_embeddings=False,
     )
-
-
-def measure(spec: ModelSpec, token_counts: Sequence[int], device: str) -> Profile:
-    """Return a profile of the model on this machine."""
-    options = ProfileOptions(
-        microbatches=tuple((count,) for count in token_counts), max_block=1, num_repeats=5
-    )
-    return measure_profile(spec, options, device_name=device, device=torch.device("cpu"))
-
-
-def count_layer(num_tokens: int) -> LayerBytes:
-    """Return what a layer keeps, as a profile counts it."""
-    memory = measure(spec_of(NARROW, 1), (num_tokens,), "cpu").devices[0].memory[0]
+    options = ProfileOptions(microbatches=((num_tokens,),), max_block=1, num_repeats=5)
+    found = measure_profile(spec, options, device_name="cpu", device=torch.device("cpu"))
+    memory = found.devices[0].memory[0]
     return LayerBytes(
         kept=memory.layer_bytes_per_token, recomputed=memory.recomputed_bytes_per_token or 0.0
     )
-
-
-def predict_s(job: Job) -> list[float]:
-    """Return what the simulator says of the ways' iterations, up to the devices' slowdown."""
-    cluster = EmulatedDevices(job.slowdowns).cluster()
-    device = cluster.nodes[0].device
-    profile = measured_times(job.num_layers, device)
-    cost = ProfileCost(cluster, profile.model, profile)
-    batches = [[(length,) for length in job.lengths]]
-    return [
-        simulate(ParallelPlan.from_dict(plan), cost, batches).iteration_time_s for plan in job.plans
-    ]
-
-
-@functools.cache
-def measured_times(num_layers: int, device: str) -> Profile:
-    """Return times of short and long documents, measured once for all jobs."""
-    return measure(spec_of(NARROW, num_layers), (8, 32, 128, 512), device)
 
 
 def per_microbatch(run: Callable[[Job], list[Result]]) -> Row:
@@ -367,19 +306,15 @@ def per_microbatch(run: Callable[[Job], list[Result]]) -> Row:
         lengths=documents(num_documents),
         limits_bytes=(limits[0], limits[1]),
     )
-    found = compare(run, job)
-    none = plan_of(recomputed(0, 0), cut, num_layers)
-    expected = predict_s(replace(job, plans=(*job.plans, none)))
+    seconds, ratio = compare(run, job)
     return Row(
         name="iteration, a budget per micro-batch, web documents of up to 16,384 tokens",
-        ours=found.seconds[0],
-        peer=found.seconds[1],
+        ours=seconds[0],
+        peer=seconds[1],
         target=1.05,
         better="higher",
-        value=found.ratio,
-        note=f"{fixed[0]} and {fixed[1]} of {cut} layers recomputed in each; simulated "
-        f"{expected[1] / expected[0]:.2f}, {expected[1] / expected[2]:.2f} without limit; busiest "
-        f"rank's processor time {found.processor_ratio:.2f}",
+        value=ratio,
+        note=f"{fixed[0]} and {fixed[1]} of {cut} layers recomputed in each",
     )
 
 
@@ -388,10 +323,6 @@ PARTS = {"recomputation per stage": per_stage, "a budget per micro-batch": per_m
 
 def run(only: str = "") -> list[Row]:
     """Run the comparisons whose name holds `only`."""
-    pool = ProcessPool()
-    try:
-        with tempfile.TemporaryDirectory() as cache:
-            parts = [part for name, part in PARTS.items() if only in name]
-            return [part(lambda job: pool.run(train, 2, job, cache)) for part in parts]
-    finally:
-        pool.close()
+    with processes() as pool, tempfile.TemporaryDirectory() as cache:
+        parts = [part for name, part in PARTS.items() if only in name]
+        return [part(lambda job: pool.run(train, 2, job, cache)) for part in parts]

@@ -14,9 +14,9 @@ Steps run in Lightning's loop, alternating runs of both; the figure is the media
 from typing import Any
 
 from lightning_hetero import HeteroStrategy
-from tests.benchmarks.bench_runtime import ROWS, Seconds, lightning_steps, medians, slowest
+from tests.benchmarks.bench_runtime import ROWS, lightning_steps, medians, slowest
 from tests.benchmarks.harness import Row
-from tests.processes import ProcessPool
+from tests.benchmarks.steps import Seconds, processes
 
 REPEATS = 5
 TARGET = 1.10
@@ -36,18 +36,13 @@ def with_and_without(rank: int, options: dict[str, Any]) -> tuple[Seconds, Secon
 
 
 def run() -> list[Row]:
-    pool, rows = ProcessPool(), []
+    rows = []
     for name, options in CASES.items():
-        figures = pool.run(with_and_without, 2, options, timeout_s=500)
+        with processes() as pool:
+            figures = pool.run(with_and_without, 2, options, timeout_s=500)
         ours_wall, ours = slowest([item[0] for item in figures])
         peer_wall, peer = slowest([item[1] for item in figures])
         note = f"redundancy=0; CPU time of the main thread {ours / peer:.3f}"
-        rows.append(
-            Row(
-                name=f"step with redundancy=1, {name}", ours=ours_wall, peer=peer_wall,
-                target=TARGET,
-                note=note,
-            )
-        )  # fmt: skip
-    pool.close()
+        name = f"step with redundancy=1, {name}"
+        rows.append(Row(name=name, ours=ours_wall, peer=peer_wall, target=TARGET, note=note))
     return rows

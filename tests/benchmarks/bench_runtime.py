@@ -17,7 +17,6 @@ Notes give the same ratio of the main threads' CPU time.
 """
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
@@ -34,7 +33,7 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy
 from tests.benchmarks.harness import Row
-from tests.processes import ProcessPool
+from tests.benchmarks.steps import Seconds, StepTimes, processes
 from tests.toy import VOCABULARY, Block, TokenRows, ToyModule, ToyOptions, quiet
 
 OPTIONS = ToyOptions(num_layers=4, width=256)
@@ -44,41 +43,6 @@ STEPS = 10
 NUM_MICROBATCHES = 8
 NUM_PAIRS = {256: 9, 768: 3}
 """Pairs of runs, by width of the model; each takes 8 seconds or 40."""
-
-
-Seconds = tuple[float, float]
-"""Wall time, and CPU time of the main thread."""
-
-
-class Stopwatch:
-    """Times steps; the first two are warm-up."""
-
-    def __init__(self) -> None:
-        self._steps: list[Seconds] = []
-
-    def start(self) -> None:
-        self._start = time.perf_counter(), time.thread_time()
-
-    def stop(self) -> None:
-        wall_start, cpu_start = self._start
-        self._steps.append((time.perf_counter() - wall_start, time.thread_time() - cpu_start))
-
-    @property
-    def steps(self) -> list[Seconds]:
-        return self._steps[2:]
-
-
-class StepTimes(L.Callback):
-    """Times training steps, data loading apart."""
-
-    def __init__(self) -> None:
-        self.watch = Stopwatch()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.watch.start()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.watch.stop()
 
 
 class PlainModule(ToyModule):
@@ -103,7 +67,7 @@ def lightning_steps(
     loader = DataLoader(TokenRows(rows * STEPS * 2), batch_size=rows)
     torch.manual_seed(0)
     trainer.fit(PlainModule(OPTIONS), loader)
-    return times.watch.steps
+    return times.steps
 
 
 def medians(steps: list[Seconds]) -> Seconds:
@@ -183,7 +147,7 @@ def torch_pipeline_steps(rank: int) -> list[Seconds]:
         return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
 
     schedule = Schedule1F1B(stage, NUM_MICROBATCHES, loss_fn=loss_fn)
-    watch = Stopwatch()
+    watch = StepTimes()
     for ids, labels in DataLoader(TokenRows(ROWS * STEPS), batch_size=ROWS):
         watch.start()
         optimizer.zero_grad()
@@ -213,14 +177,14 @@ def slowest(ranks: list[Seconds]) -> Seconds:
 
 
 def run() -> list[Row]:
-    pool = ProcessPool()
     rows = []
     cases = (
         ("step, two equal pipelines", against_ddp, 1.02, "Lightning DDPStrategy"),
         ("step, one pipeline of two stages", against_torch_pipelining, 1.0, "torch 1F1B"),
     )
     for width, (name, function, target, peer_name) in product(NUM_PAIRS, cases):
-        by_rank = pool.run(function, 2, width, timeout_s=900)
+        with processes() as pool:
+            by_rank = pool.run(function, 2, width, timeout_s=900)
         pairs = [
             [slowest(list(item)) for item in zip(*pair, strict=True)]
             for pair in zip(*by_rank, strict=True)
@@ -238,5 +202,4 @@ def run() -> list[Row]:
                 f"CPU time {cpu:.3f}",
             )
         )
-    pool.close()
     return rows

@@ -37,6 +37,7 @@ from lightning_hetero.schedules import (
     solve_in_rooms,
 )
 from tests.benchmarks.harness import Row
+from tests.benchmarks.steps import StepTimes, processes
 from tests.processes import ProcessPool
 from tests.toy import quiet
 
@@ -56,6 +57,14 @@ UNITS = {
     ActionKind.INPUT: 1.0,
     ActionKind.WEIGHT: 1.0,
 }
+CASES = (
+    # Micro-batches for each stage, latency, chunks of a rank, and the target.
+    ("two nodes", EQUAL, 4, LATENCY, 1, 1.3),
+    ("1:1:2:2", UNEQUAL, 2, 0.0, 1, 1.1),
+    ("equal", EQUAL, 2, 0.0, 1, 1.0),
+    ("1:1:2:2, chunks", UNEQUAL, 2, 0.0, 2, 1.1),
+    ("equal, chunks", EQUAL, 2, 0.0, 2, 1.0),
+)
 PEERS = ("ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 
 
@@ -109,7 +118,6 @@ class Rows(L.LightningModule):
     def __init__(self, num_layers: int) -> None:
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
-        self.seconds: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         (rows,) = batch
@@ -117,12 +125,6 @@ class Rows(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=1e-4)
-
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._start_s = time.perf_counter()
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.seconds.append(time.perf_counter() - self._start_s)
 
 
 def workers_of(units: tuple[float, ...], num_chunks: int) -> tuple[int, ...]:
@@ -153,11 +155,13 @@ def train(
     far = frozenset({middle} if rank == middle - 1 else {middle - 1} if rank == middle else ())
     sends = LateSends(latency * UNIT_S, far) if latency else dist
     late = SimpleNamespace(isend=sends.isend, irecv=dist.irecv)
-    trainer = L.Trainer(**quiet(devices=num_ranks, strategy=strategy, max_steps=NUM_ITERATIONS))
+    times = StepTimes(NUM_WARM)
+    options = quiet(devices=num_ranks, max_steps=NUM_ITERATIONS, callbacks=[times])
+    trainer = L.Trainer(**options, strategy=strategy)
     rows = torch.randn(num_microbatches * NUM_ITERATIONS, WIDTH)
     with mock.patch.object(activations, "dist", late):
         trainer.fit(module, DataLoader(TensorDataset(rows), batch_size=num_microbatches))
-    return statistics.median(module.seconds[NUM_WARM:])
+    return statistics.median(times.seconds)
 
 
 class PacedStage(pipelining.PipelineStage):
@@ -196,16 +200,16 @@ def train_by_torch(rank: int, units: tuple[float, ...], num_microbatches: int, n
     schedule = getattr(pipelining.schedules, name)(
         stages, num_microbatches, loss_fn=nn.functional.mse_loss
     )
-    rows, seconds = torch.randn(num_microbatches, WIDTH), []
+    rows, times = torch.randn(num_microbatches, WIDTH), StepTimes()
     for _ in range(NUM_ITERATIONS - 2):
         dist.barrier()
-        start = time.perf_counter()
+        times.start()
         given = {"target": rows} if any(stage.is_last for stage in stages) else {}
         schedule.step(*([rows] if rank == 0 else []), **given)
         dist.barrier()
-        seconds.append(time.perf_counter() - start)
+        times.stop()
     dist.destroy_process_group()
-    return statistics.median(seconds[2:])
+    return statistics.median(times.seconds)
 
 
 def predicted_gain(
@@ -244,63 +248,44 @@ def predicted_gain(
 def run(only: str = "") -> list[Row]:
     """Time each schedule and its peers in turn; `only` names a case."""
     rows = []
-    pool = ProcessPool()
+    for case in CASES:
+        if only in case[0]:
+            with processes() as pool:
+                rows += _case(pool, *case)
+    return rows
 
-    def ours(
-        units: tuple[float, ...], count: int, schedule: str, latency: float, chunks: int
-    ) -> float:
-        return max(pool.run(train, len(units), units, count, schedule, latency, chunks))
 
-    try:
-        for name, units, per_stage, latency, chunks, target in (
-            ("two nodes", EQUAL, 4, LATENCY, 1, 1.3),
-            ("1:1:2:2", UNEQUAL, 2, 0.0, 1, 1.1),
-            ("equal", EQUAL, 2, 0.0, 1, 1.0),
-            ("1:1:2:2, chunks", UNEQUAL, 2, 0.0, 2, 1.1),
-            ("equal, chunks", EQUAL, 2, 0.0, 2, 1.0),
-        ):
-            if only not in name:
-                continue
-            count = per_stage * len(units)
-            usual = ours(units, count, "1f1b", latency, 1)
-            deep = ours(units, count, "deep", latency, chunks)
-            predicted = predicted_gain(units, count, "deep", latency, chunks)
-            figures = {"ours": deep, "unit": "s", "better": "higher", "kind": "measured"}
-            title, note = f"4 emulated ranks, {name}", f"{count} micro-batches"
-            rows += [
-                Row(
-                    name=f"iteration, {title}",
-                    peer=usual,
-                    target=target,
-                    value=usual / deep,
-                    note=f"own 1F1B, {note}",
-                    **figures,
-                ),
-                Row(
-                    name=f"gain, predicted against measured, {title}",
-                    ours=predicted,
-                    peer=usual / deep,
-                    unit="x",
-                    target=0.05,
-                    value=abs(predicted - usual / deep),
-                ),
-            ]
-            if chunks > 1:
-                peers = {
-                    peer: max(pool.run(train_by_torch, len(units), units, count, peer))
-                    for peer in PEERS
-                }
-                best = min(peers, key=peers.__getitem__)
-                rows.append(
-                    Row(
-                        name=f"iteration, {title}, against torch",
-                        peer=peers[best],
-                        target=1.05 if units is UNEQUAL else 1.0,
-                        value=peers[best] / deep,
-                        note=", ".join(f"{key} {value:.3f} s" for key, value in peers.items()),
-                        **figures,
-                    )
-                )
-    finally:
-        pool.close()
+def _case(
+    pool: ProcessPool,
+    name: str,
+    units: tuple[float, ...],
+    per_stage: int,
+    latency: float,
+    chunks: int,
+    target: float,
+) -> list[Row]:
+    count = per_stage * len(units)
+    common = len(units), units, count
+    usual = max(pool.run(train, *common, "1f1b", latency, 1))
+    deep = max(pool.run(train, *common, "deep", latency, chunks))
+    predicted = predicted_gain(units, count, "deep", latency, chunks)
+    title, higher = f"4 emulated ranks, {name}", {"ours": deep, "better": "higher"}
+    note = f"own 1F1B, {count} micro-batches"
+    gain = f"gain, predicted against measured, {title}"
+    off = abs(predicted - usual / deep)
+    rows = [
+        Row(name=f"iteration, {title}", peer=usual, target=target, note=note, **higher),
+        Row(name=gain, ours=predicted, peer=usual / deep, unit="x", target=0.05, value=off),
+    ]
+    if chunks > 1:
+        peers = {name: max(pool.run(train_by_torch, *common, name)) for name in PEERS}
+        rows.append(
+            Row(
+                name=f"iteration, {title}, against torch",
+                peer=min(peers.values()),
+                target=1.05 if units is UNEQUAL else 1.0,
+                note=", ".join(f"{key} {value:.3f} s" for key, value in peers.items()),
+                **higher,
+            )
+        )
     return rows

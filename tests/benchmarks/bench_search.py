@@ -3,12 +3,12 @@
 Two questions, each answered by the worst case of many: how far the best plan is from the best of
 every layout (`every_layout`, clusters of 8 to 64 devices), and whether what the search may do more
 ever makes it slower (`search_laws`: a node, TP degrees, recomputation, unequal shares, sizes of
-micro-batches). Here these are asked of a few small clusters, since a cluster takes minutes; run
-`search_laws` itself for more and larger ones. Tests hold the laws on very small clusters. Devices
-are from data sheets; with Sailor's profiles beside the repository, also as measured there.
+micro-batches). Tests hold the laws on very small clusters. Devices are from data sheets; with
+Sailor's profiles beside the repository, also as measured there.
 
-Each cluster of the first question takes up to a few minutes, so only as many layouts are allowed as
-`LIGHTNING_HETERO_MOST_LAYOUTS` says, 20,000 by default.
+Clusters take up to a few minutes, so few are tried, unless variables say otherwise:
+`LIGHTNING_HETERO_MOST_LAYOUTS` (20,000 layouts of a cluster), `LIGHTNING_HETERO_LAW_CLUSTERS` (6)
+and `LIGHTNING_HETERO_LAW_DEVICES` (about 8).
 """
 
 import itertools
@@ -23,9 +23,8 @@ from tests.simulator.sailor import ROOT, SailorCost, load_profile, sailor_cluste
 
 MOST_LAYOUTS = int(os.environ.get("LIGHTNING_HETERO_MOST_LAYOUTS", "20000"))
 NUM_CLUSTERS = 30
-NUM_LAWS = 6
-MOST_DEVICES_OF_LAWS = 8
-"""About as many; more where there are many types of device."""
+NUM_LAWS = int(os.environ.get("LIGHTNING_HETERO_LAW_CLUSTERS", "6"))
+MOST_DEVICES_OF_LAWS = int(os.environ.get("LIGHTNING_HETERO_LAW_DEVICES", "8"))
 
 
 def run() -> list[Row]:

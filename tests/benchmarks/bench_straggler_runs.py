@@ -22,6 +22,7 @@ from lightning_hetero.callbacks import StragglerMonitor
 from lightning_hetero.straggler import ActionEvent, DecisionKind, Finding, Mitigation, read_events
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
+from tests.benchmarks.steps import StepTimes, processes
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
@@ -64,19 +65,6 @@ class TimedMonitor(StragglerMonitor):
         self.seconds[-1] += time.thread_time() - start_s
 
 
-class Timer(L.Callback):
-    """Times every step."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.start_s = time.perf_counter()
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.start_s)
-
-
 def train(rank: int, case: Case, folder: str) -> tuple[list[float], list[float]]:
     """Return the seconds of each step, and those that the monitor took of each."""
     torch.manual_seed(0)
@@ -84,7 +72,7 @@ def train(rank: int, case: Case, folder: str) -> tuple[list[float], list[float]]
     pipelines = zip(even.pipelines, case.num_microbatches, strict=True)
     plan = ParallelPlan(pipelines=tuple(replace(p, num_microbatches=n) for p, n in pipelines))
     monitor = TimedMonitor(events=Path(folder) / "events.jsonl")
-    timer = Timer()
+    timer = StepTimes(warm_up=0)
     callbacks = [timer, EmulatedDevices((SLOWDOWN,) * 4), InjectFaults([case.fault])]
     callbacks += [monitor] if case.is_watched else []
     trainer = L.Trainer(
@@ -99,59 +87,54 @@ def run() -> list[Row]:
     rank_case = Case(fault=SLOW_RANK)
     link_case = Case(fault=SLOW_LINK, num_stages=2, num_microbatches=(4, 4))
     best = replace(rank_case, num_microbatches=(9, 9, 9, 5), is_watched=False)
-    pool = ProcessPool()
-    try:
-        rows = [*_rank_rows(pool, rank_case, best), *_link_rows(pool, link_case)]
-    finally:
-        pool.close()
-    return rows
-
-
-def _rank_rows(pool: ProcessPool, case: Case, best: Case) -> list[Row]:
-    seconds, own_s, events = _watch(pool, case)
-    best_s = statistics.median(_run(pool, best)[0][START:])
-    after_s = _after(seconds, events, Mitigation.REBALANCE)
-    step_s = statistics.median(seconds[2:START])
-    share = statistics.median(own_s[:START]) / step_s
-    named = "iterations until a slow rank was named", _named_after(events), 5
-    mended = "iteration under S2, rank 3 of 4 slowed 1.9x, over the best", after_s / best_s, 1.10
-    watched = "StragglerMonitor on rank 0, share of a step", share, 0.0039
-    notes = (
-        f"slow from step {START + 1} on",
-        f"{after_s:.3f} s; the best plan from the start, under the same fault, {best_s:.3f} s",
-        f"of {step_s:.3f} s",
-    )
-    return [
-        replace(Row.of_share(*row, note), unit=unit, kind="measured")
-        for row, note, unit in zip(
-            (named, mended, watched), notes, ("iterations", "1", "1"), strict=True
+    with processes() as pool:
+        seconds, own_s, events = _run(pool, rank_case)
+        link_s, _, link_events = _run(pool, link_case)
+        best_s, left_s = (
+            statistics.median(_run(pool, case)[0][START:])
+            for case in (best, replace(link_case, is_watched=False))
         )
+    after_s = _after(seconds, events, Mitigation.REBALANCE)
+    swapped_s = _after(link_s, link_events, Mitigation.SWAP)
+    step_s = statistics.median(seconds[2:START])
+    return [
+        Row(
+            name="iterations until a slow rank was named",
+            ours=_named_after(events),
+            unit="iterations",
+            target=5,
+            note=f"slow from step {START + 1} on",
+        ),
+        Row(
+            name="iteration under S2, rank 3 of 4 slowed 1.9x, over the best",
+            ours=after_s,
+            peer=best_s,
+            target=1.10,
+            note="the best plan from the start, under the same fault",
+        ),
+        Row(
+            name="StragglerMonitor on rank 0, share of a step",
+            ours=statistics.median(own_s[:START]),
+            peer=step_s,
+            target=0.0039,
+        ),
+        Row(
+            name="iteration under S3, link 0-2 throttled to 20 kB/s, over doing nothing",
+            ours=swapped_s,
+            peer=left_s,
+            target=1.5,
+            better="higher",
+            note=f"named after {_named_after(link_events):g} iterations",
+        ),
     ]
 
 
-def _link_rows(pool: ProcessPool, case: Case) -> list[Row]:
-    seconds, _, events = _watch(pool, case)
-    left_s = statistics.median(_run(pool, replace(case, is_watched=False))[0][START:])
-    after_s = _after(seconds, events, Mitigation.SWAP)
-    row = Row.of_share(
-        "speed under S3 over doing nothing, link 0-2 throttled to 20 kB/s",
-        left_s / after_s,
-        1.5,
-        f"{after_s:.3f} s; named after {_named_after(events):g} iterations",
-    )
-    return [replace(row, unit="1", kind="measured", better="higher")]
-
-
-def _run(pool: ProcessPool, case: Case) -> tuple[list[float], list[float]]:
+def _run(pool: ProcessPool, case: Case) -> tuple[list[float], list[float], tuple[Any, ...]]:
+    """Return the seconds of steps, those of the monitor in each, and what it wrote."""
     with tempfile.TemporaryDirectory() as folder:
         seconds, own_s = pool.run(train, 4, case, folder)[0]
-    return seconds, own_s
-
-
-def _watch(pool: ProcessPool, case: Case) -> tuple[list[float], list[float], tuple[Any, ...]]:
-    with tempfile.TemporaryDirectory() as folder:
-        seconds, own_s = pool.run(train, 4, case, folder)[0]
-        return seconds, own_s, read_events(Path(folder) / "events.jsonl")
+        path = Path(folder) / "events.jsonl"
+        return seconds, own_s, read_events(path) if case.is_watched else ()
 
 
 def _after(seconds: list[float], events: tuple[Any, ...], step: Mitigation) -> float:

@@ -7,7 +7,7 @@ sum input gradients once for each projection: five all-reduces a layer backward 
 """
 
 import statistics
-import time
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -26,7 +26,7 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
 from lightning_hetero.models.packing import packed_cross_entropy
 from tests.benchmarks.harness import Row
-from tests.processes import ProcessPool
+from tests.benchmarks.steps import StepTimes, in_turns, processes
 from tests.toy import quiet
 
 CONFIG = LMConfig(vocab_size=2048, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4)
@@ -54,9 +54,7 @@ class LanguageModule(L.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.model = HeteroLM(CONFIG)
-        self.times_s: list[float] = []
         self.losses: list[float] = []
-        self._start_s = 0.0
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
@@ -71,12 +69,8 @@ class LanguageModule(L.LightningModule):
     def train_dataloader(self) -> DataLoader[Any]:
         return DataLoader(Samples(), batch_size=len(LENGTHS), collate_fn=pack_samples)
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._start_s = time.perf_counter()
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        self.times_s.append(time.perf_counter() - self._start_s)
 
 
 class DTensorModule(LanguageModule):
@@ -113,28 +107,22 @@ def fit(rank: int, kind: str) -> tuple[float, list[float]]:
         module = LanguageModule()
         plan = ParallelPlan.even(world_size=2, num_layers=CONFIG.num_layers, tp_degree=2)
         strategy = HeteroStrategy(plan)
-    trainer = L.Trainer(
-        **quiet(max_epochs=1, devices=2), strategy=strategy, use_distributed_sampler=False
-    )
-    trainer.fit(module)
-    return statistics.median(module.times_s[NUM_WARM_UP:]), module.losses
+    times = StepTimes(NUM_WARM_UP)
+    options = quiet(max_epochs=1, devices=2, callbacks=[times])
+    L.Trainer(**options, strategy=strategy, use_distributed_sampler=False).fit(module)
+    return statistics.median(times.seconds), module.losses
 
 
 def run() -> list[Row]:
     """Time both strategies, their repeats interleaved."""
-    pool = ProcessPool()
-    kinds = ("ours", "peer")
-    times: dict[str, list[float]] = {kind: [] for kind in kinds}
-    losses: dict[str, list[float]] = {}
-    try:
-        for _ in range(NUM_REPEATS):
-            for kind in kinds:
-                results = pool.run(fit, 2, kind)
-                times[kind].append(max(step_s for step_s, _ in results))
-                losses[kind] = results[0][1]
-    finally:
-        pool.close()
-    medians = {kind: statistics.median(items) for kind, items in times.items()}
+    with processes() as pool:
+        ways = {kind: partial(pool.run, fit, 2, kind) for kind in ("ours", "peer")}
+        runs = in_turns(ways, NUM_REPEATS)
+    medians = {
+        kind: statistics.median(max(step_s for step_s, _ in ranks) for ranks in found)
+        for kind, found in runs.items()
+    }
+    losses = {kind: found[-1][0][1] for kind, found in runs.items()}
     differences = [abs(a - b) for a, b in zip(losses["ours"], losses["peer"], strict=True)]
     size = f"{sum(LENGTHS)} tokens, {CONFIG.num_layers} layers of {CONFIG.hidden_size}"
     return [

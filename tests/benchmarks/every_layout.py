@@ -1,8 +1,4 @@
-r"""Every layout of a cluster, to see what a search missed.
-
-::
-
-    python -m tests.benchmarks.every_layout 30 --most 200000    # clusters; a few minutes each
+"""Every layout of a cluster, to see what a search missed; `bench_search` compares them.
 
 A layout says how many TP groups of each device type each pipeline has, with devices left idle or
 not, in which order the types stand in all pipelines (slowest or fastest first) and which traffic
@@ -10,16 +6,14 @@ stays inside nodes. Layers and micro-batches follow from it as in the search. Al
 simulated are those whose estimates are so near the best that they could be better than it.
 """
 
-import argparse
+import itertools
 import math
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.columns import Column
 from lightning_hetero.planner.judge import Candidate, Judge
@@ -28,7 +22,6 @@ from lightning_hetero.planner.placement import Group, MappingOrder, place
 from lightning_hetero.planner.stages import Option, Ownership, Stages
 from lightning_hetero.planner.workload import valid_tp_degrees
 from tests.benchmarks.search_laws import Task
-from tests.planner.patterns import enumerate_compositions
 
 __all__ = ["Comparison", "compare", "every_layout", "small_tasks"]
 
@@ -44,10 +37,6 @@ quite bounds."""
 class Comparison:
     """What a search found, and the best of every layout."""
 
-    num_layouts: int
-    """Layouts there are."""
-    num_simulated: int
-    """Layouts that were simulated."""
     found_s: float
     """Iteration time of the best plan that the search found."""
     best_s: float
@@ -73,19 +62,16 @@ def compare(task: Task, most: int) -> Comparison | None:
     groupings = _groupings(stages, degrees, most)
     if groupings is None or task.best_s == float("inf"):
         return None
-    judge, num_layouts, near = Judge({size: stages}), 0, []
-    for groups in every_layout(stages, groupings):
-        num_layouts += 1
-        if num_layouts > most:
+    judge, near = Judge({size: stages}), []
+    for number, groups in enumerate(every_layout(stages, groupings)):
+        if number == most:
             return None
         estimate = _estimate(judge, groups)
         if estimate is not None and estimate[0] * _SLACK <= task.best_s:
             near.append(estimate)
     return Comparison(
-        num_layouts=num_layouts,
         found_s=task.best_s,
         best_s=_best_s(judge, sorted(near, key=lambda item: item[0]), task.best_s),
-        num_simulated=judge.num_simulated,
     )
 
 
@@ -145,14 +131,18 @@ def every_grouping(
         most_pipelines: Most pipelines.
         most: Most groupings.
     """
-    kinds: list[PipelineUnits] = []
-    times = np.zeros(0, dtype=np.int64)
-    for tp_degree, of_types in units.items():
-        rows = enumerate_compositions(of_types, min(most_stages, sum(of_types)))
-        kinds += [(tp_degree, tuple(row)) for row in rows.tolist()]
-        fits = np.where(rows, np.array(totals) // np.maximum(rows * tp_degree, 1), most_pipelines)
-        times = np.append(times, fits.min(axis=1))
-        if _are_more(times, min(most_pipelines, max(totals)), most):
+    kinds = [
+        (tp_degree, row)
+        for tp_degree, of_types in units.items()
+        for row in itertools.product(*(range(count + 1) for count in of_types))
+        if 0 < sum(row) <= most_stages
+    ]
+    takes = [np.array([tp_degree * need for need in row]) for tp_degree, row in kinds]
+    times = np.array([(np.array(totals)[row > 0] // row[row > 0]).min() for row in takes])
+    for number in range(1, min(most_pipelines, max(totals)) + 1):
+        # Any n pipelines of kinds for which devices suffice n times are a grouping.
+        num_kinds = int((times >= number).sum())
+        if num_kinds and math.comb(num_kinds + number - 1, number) > most:
             return None
     found: list[tuple[PipelineUnits, ...]] = []
     stack: list[tuple[tuple[PipelineUnits, ...], int, tuple[int, ...]]] = [((), 0, tuple(totals))]
@@ -165,26 +155,12 @@ def every_grouping(
         if len(chosen) == most_pipelines:
             continue
         for index in range(start, len(kinds)):
-            tp_degree, row = kinds[index]
-            rest = tuple([have - tp_degree * need for have, need in zip(left, row, strict=True)])
+            rest = tuple(
+                [have - need for have, need in zip(left, takes[index].tolist(), strict=True)]
+            )
             if min(rest) >= 0:
                 stack.append(((*chosen, kinds[index]), index, rest))
     return found
-
-
-def _are_more(times: IntArray, most_pipelines: int, most: int) -> bool:
-    """Return whether groupings are surely more than `most`.
-
-    `times` says how many pipelines of each kind the devices suffice for. Any n pipelines of kinds
-    that fit n times are a grouping.
-    """
-    for number in range(1, most_pipelines + 1):
-        num_kinds = int(np.count_nonzero(times >= number))
-        if not num_kinds:
-            return False
-        if math.comb(num_kinds + number - 1, number) > most:
-            return True
-    return False
 
 
 def every_layout(
@@ -247,35 +223,3 @@ def _best_s(
             break
         best_s = min([best_s, *map(judge.seconds, candidates)])
     return best_s
-
-
-def main() -> None:
-    """Compare the search with every layout of random clusters, and tell of each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, prog="python -m tests.benchmarks.every_layout"
-    )
-    parser.add_argument("num_clusters", type=int)
-    parser.add_argument("--most", type=int, default=20_000, help="layouts of a cluster")
-    parser.add_argument("--skip", type=int, default=0, help="clusters to pass over first")
-    arguments = parser.parse_args()
-    found: list[Comparison] = []
-    for number, task in enumerate(small_tasks()):
-        if len(found) == arguments.num_clusters:
-            break
-        start = time.process_time()
-        compared = None if number < arguments.skip else compare(task, arguments.most)
-        if compared is not None:
-            found.append(compared)
-            seconds = time.process_time() - start
-            print(
-                f"{number}: {task.num_devices} devices, {compared.num_layouts} layouts,"
-                f" {compared.num_simulated} simulated, {compared.above:+.4f}, {seconds:.0f} s",
-                flush=True,
-            )
-    within = sum(compared.above <= 0.01 for compared in found)
-    missed = sum(compared.missed for compared in found)
-    print(f"{within} of {len(found)} within 1 %; another layout is better in {missed}")
-
-
-if __name__ == "__main__":
-    main()

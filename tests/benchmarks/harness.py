@@ -2,18 +2,23 @@
 
 A benchmark module `bench_<topic>.py` defines `run() -> list[Row]`. `python -m tests.benchmarks`
 runs them all, `python -m tests.benchmarks grouping` only those whose name holds that word,
-`--json FILE` keeps the figures, and `--compare FILE` says what got worse since they were kept.
+`--json FILE` keeps the figures.
 """
 
+import datetime
 import logging
 import math
 import os
+import platform
 import statistics
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Self
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from typing import Any, Literal, Self
+
+from rich.table import Table
 
 _SILENT = "LIGHTNING_HETERO_SILENT_BENCHMARKS"
 
@@ -84,3 +89,33 @@ def median_times_s(*functions: Callable[[], object], repeats: int = 7) -> list[f
             function()
             seconds.append(time.perf_counter() - start)
     return [statistics.median(seconds) for seconds in times]
+
+
+def as_table(rows: list[Row]) -> Table:
+    """Return the rows of a run that ends now, for the terminal."""
+    table = Table(title=f"Ours and the peer in one run, medians. {_when()}, {_machine()}")
+    for column in ("what", "ours", "peer", "unit", "ratio", "target", "met", "kind", "note"):
+        is_number = column in ("ours", "peer", "ratio", "target")
+        table.add_column(column, justify="right" if is_number else "left")
+    for row in rows:
+        peer = "-" if row.peer is None else f"{row.peer:.4g}"
+        sign = "≤" if row.better == "lower" else "≥"
+        cells = [row.name, f"{row.ours:.4g}", peer, row.unit, f"{row.value:.3g}"]
+        met = "yes" if row.met else "NO"
+        table.add_row(*cells, f"{sign} {row.target:g}", met, row.kind, row.note)
+    return table
+
+
+def as_data(rows: list[Row], failed: list[str]) -> dict[str, Any]:
+    """Return the figures of a run that ends now, for JSON."""
+    figures = [asdict(row) | {"met": row.met} for row in rows]
+    return {"date": _when(), "machine": _machine(), "rows": figures, "failed": failed}
+
+
+def _when() -> str:
+    return datetime.date.today().isoformat()
+
+
+def _machine() -> str:
+    python, torch = platform.python_version(), version("torch")
+    return f"{os.cpu_count()} × {platform.machine()}, Python {python}, torch {torch}"

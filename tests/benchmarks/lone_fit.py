@@ -19,7 +19,7 @@ from unittest import mock
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader
@@ -34,8 +34,8 @@ from tests.benchmarks.lone_rank import (
     WIDTH,
     Case,
     Module,
-    counted_groups,
     empty_inputs,
+    fake_groups,
     timed_gathers,
     zeroed_buffers,
 )
@@ -56,42 +56,19 @@ class FitFigures:
     """Seconds of CPU from the end of a step to the end of the next one; median."""
 
 
-class _Environment(ClusterEnvironment):
+class _Environment(LightningEnvironment):
     """Rank 0 of many."""
 
     def __init__(self, world_size: int) -> None:
+        super().__init__()
         self._world_size = world_size
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
     main_port = 1
 
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return False
-
-    @override
-    def world_size(self) -> int:
-        return self._world_size
-
     @override
     def set_world_size(self, size: int) -> None: ...
-
-    @override
-    def global_rank(self) -> int:
-        return 0
-
-    @override
-    def set_global_rank(self, rank: int) -> None: ...
-
-    @override
-    def local_rank(self) -> int:
-        return 0
-
-    @override
-    def node_rank(self) -> int:
-        return 0
 
 
 class _Trained(Module):
@@ -129,7 +106,7 @@ def measure_fit(case: Case) -> FitFigures:
     # The others have what this rank has, so each pipeline's samples seem to be the same.
     module = _Trained(num_samples=(NUM_STEPS + 1) * case.world_size)
     with (
-        counted_groups(),
+        fake_groups(),
         zeroed_buffers(),
         empty_inputs(),
         timed_gathers() as gathers_s,

@@ -11,7 +11,6 @@ fake group's all-gather copies this rank's part into the place of each other ran
 of this rank's: its time is left out (58 of 200 ms with one stage and 1,024 ranks).
 """
 
-import cProfile
 import statistics
 import time
 import warnings
@@ -19,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,16 +36,14 @@ from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
-from tests.rendezvous.operations import OperationKind
-from tests.rendezvous.recorder import Recorder
 
 __all__ = [
     "WIDTH",
     "Case",
     "Figures",
     "Module",
-    "counted_groups",
     "empty_inputs",
+    "fake_groups",
     "measure",
     "timed_gathers",
     "zeroed_buffers",
@@ -105,19 +101,6 @@ class Figures:
     """Seconds of CPU to change back to a plan that has run before."""
     iteration_s: float
     """Seconds of CPU of a training iteration; median."""
-    num_python_calls: int
-    """Calls of Python and torch in a training iteration, which no load disturbs."""
-    num_calls: int
-    """Calls of `torch.distributed` in a training iteration."""
-    num_messages: int
-    """Point-to-point messages in them."""
-    num_groups: int
-    """Process groups that this rank is in when the first iteration has ended; making one of which
-    it is no member costs it a call and no message."""
-    num_late_groups: int
-    """Process groups made by later iterations of the same plan."""
-    live_bytes: int
-    """Resident memory that the engine has added."""
 
 
 class Layer(nn.Module):
@@ -157,46 +140,24 @@ def measure(case: Case) -> Figures:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
     module = Module()
-    num_bytes = _resident_bytes()
     with (
-        counted_groups() as made,
+        fake_groups(),
         zeroed_buffers(),
         empty_inputs(),
         # Large layers travel by themselves.
         mock.patch.object(running_plan, "MERGED_NUMEL", 0),
+        timed_gathers() as gathers_s,
     ):
         start_s = time.process_time()
         engine = _engine(module, case)
         set_up_s = time.process_time() - start_s
-        recorder = Recorder()
-        with recorder:
-            _train(engine, 0)
-        num_groups = len(made)
-        with timed_gathers() as gathers_s:
-            seconds = []
-            for index in range(NUM_ITERATIONS):
-                gathers_s.clear()
-                seconds.append(_train(engine, index + 1) - sum(gathers_s))
-        profile = cProfile.Profile()
-        profile.runcall(_train, engine, NUM_ITERATIONS + 1)
-        num_late_groups = len(made) - num_groups
-        live_bytes = _resident_bytes() - num_bytes
+        seconds = []
+        for index in range(NUM_ITERATIONS + 1):
+            gathers_s.clear()
+            seconds.append(_train(engine, index) - sum(gathers_s))
         change_s = _change_back(engine, case)
-    issued = [item for item in recorder.operations if item.kind is not OperationKind.COMPUTE]
     dist.destroy_process_group()
-    return Figures(
-        set_up_s=set_up_s,
-        change_s=change_s,
-        iteration_s=statistics.median(seconds),
-        num_python_calls=sum(entry.callcount for entry in profile.getstats()),
-        num_calls=len(issued),
-        num_messages=sum(
-            len(item.transfers) for item in issued if item.kind is OperationKind.TRANSFER
-        ),
-        num_groups=num_groups,
-        num_late_groups=num_late_groups,
-        live_bytes=live_bytes,
-    )
+    return Figures(set_up_s=set_up_s, change_s=change_s, iteration_s=statistics.median(seconds[1:]))
 
 
 def _engine(module: Module, case: Case) -> Engine:
@@ -238,19 +199,15 @@ def _change_back(engine: Engine, case: Case) -> float:
 
 
 @contextmanager
-def counted_groups() -> Iterator[list[Any]]:
-    """Make all groups fake, whatever backend they are to have, and note them."""
-    made: list[Any] = []
+def fake_groups() -> Iterator[None]:
+    """Make all groups fake, whatever backend they are to have."""
     new_group = dist.new_group
 
-    def noted(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        group = new_group(*args, **kwargs)
-        if group is not dist.GroupMember.NON_GROUP_MEMBER:
-            made.append(backend)
-        return group
+    def fake(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        return new_group(*args, **kwargs)
 
-    with mock.patch.object(dist, "new_group", noted):
-        yield made
+    with mock.patch.object(dist, "new_group", fake):
+        yield
 
 
 @contextmanager
@@ -296,8 +253,3 @@ def empty_inputs() -> Iterator[None]:
 
 def _zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: make(*args, **kwargs).zero_()
-
-
-def _resident_bytes() -> int:
-    pages = Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]
-    return int(pages) * 4096

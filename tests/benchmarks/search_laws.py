@@ -1,25 +1,15 @@
 """Laws of the search: what it may do more never makes its best plan slower.
 
-::
-
-    python -m tests.benchmarks.search_laws 100              # clusters; about 10 s of CPU each
-    python -m tests.benchmarks.search_laws 20 --seed 7 --most 64
-    python -m tests.benchmarks.search_laws 5 --least 65     # a minute each
-    python -m tests.benchmarks.search_laws 20 --least 65 --most 128
-
 Each random cluster is planned as it is and with less: without one of its nodes, with some of its TP
 degrees, as if recomputing freed no memory, and with equal shares; and the search that chooses a
 size of micro-batches is compared with searches of each size. Devices and times are from data sheets
-or, with Sailor's profiles beside the repository, as measured there.
+or, with Sailor's profiles beside the repository, as measured there. `bench_search` tries them.
 """
 
-import argparse
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import count, islice
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError
@@ -220,40 +210,3 @@ def slower_by(task: Task, law: str) -> float | None:
     if restricted_s is None or restricted_s == float("inf"):
         return None
     return (task.best_of_sizes_s if law == "sizes" else task.best_s) / restricted_s - 1
-
-
-def main() -> int:
-    """Try random clusters, tell of each, and return whether a law was broken."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, prog="python -m tests.benchmarks.search_laws"
-    )
-    parser.add_argument("num_clusters", type=int)
-    parser.add_argument("--seed", type=int, default=0, help="the first; each next has 1 more")
-    parser.add_argument("--least", type=int, default=1, help="fewest devices; others are left out")
-    parser.add_argument("--most", type=int, default=512, help="most devices of a cluster")
-    parser.add_argument("--laws", nargs="*", choices=LAWS, default=list(LAWS))
-    arguments = parser.parse_args()
-    if arguments.least > arguments.most:
-        parser.error(f"--least {arguments.least} is more than --most {arguments.most}")
-    found: dict[str, list[float]] = {law: [] for law in arguments.laws}
-    drawn = ((seed, draw(seed, arguments.most)) for seed in count(arguments.seed))
-    large = ((seed, task) for seed, task in drawn if task.num_devices >= arguments.least)
-    for seed, task in islice(large, arguments.num_clusters):
-        start = time.process_time()
-        shares = {law: slower_by(task, law) for law in found}
-        told = []
-        for law, share in shares.items():
-            if share is not None:
-                found[law].append(share)
-                told.append(f"{law} {share:+.4f}{' BROKEN' if share > TOLERANCE else ''}")
-        seconds = time.process_time() - start
-        where = f"seed {seed}, {task.num_devices} devices, {task.model}, {seconds:.0f} s"
-        print(f"{where}: {', '.join(told) or 'nothing fits'}", flush=True)
-    for law, rows in found.items():
-        broken = sum(share > TOLERANCE for share in rows)
-        print(f"{law}: {len(rows)} clusters, {broken} broken, worst {max(rows, default=0):+.4f}")
-    return any(share > TOLERANCE for rows in found.values() for share in rows)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

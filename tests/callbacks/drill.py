@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero.callbacks.run_log import read_log
 from tests.callbacks.in_place import BATCH, Node, playing, undisturbed
 
 KINDS: dict[str, tuple[tuple[signal.Signals, ...], int]] = {
@@ -45,7 +44,6 @@ TOLERANCE = 1e-5
 
 def newest_step(node: Node, workers: Sequence[str]) -> int:
     """Return the farthest step that any of some workers has written down."""
-    # Not the last entry alone: that of a generation that hasn't trained yet names no step.
     return max((item.get("step", 0) for name in workers for item in node.records(name)), default=0)
 
 
@@ -61,7 +59,6 @@ def train_on(node: Node, left: list[str], num_steps: int) -> None:
             assert node.process.exitcode is None, node.log()
             has_begun = (node.folder / f"pid-{name}").exists()
             if has_begun and not Path(f"/proc/{node.pid_of(name)}").exists():
-                tell(f"worker {name} has ended by itself:\n{node.log()}")
                 left.remove(name)
                 break
             limit = max(limit, min(newest_step(node, left), limit) + 1)
@@ -72,13 +69,7 @@ def train_on(node: Node, left: list[str], num_steps: int) -> None:
 
 
 class Drill:
-    """What happens to one run.
-
-    Args:
-        node: Its workers.
-        num_ranks: Their number at first.
-        draw: Chooses.
-    """
+    """What happens to the workers of one run."""
 
     def __init__(self, node: Node, num_ranks: int, draw: random.Random) -> None:
         self._node, self._draw = node, draw
@@ -132,16 +123,7 @@ class Drill:
 
 
 def check(node: Node, workers: Sequence[str], num_ranks: int) -> float:
-    """Compare what was trained with an undisturbed run; return the largest difference.
-
-    Args:
-        node: Whose workers have trained.
-        workers: All of them.
-        num_ranks: Their number at first.
-
-    Raises:
-        AssertionError: A step is missing, or was trained otherwise.
-    """
+    """Compare what workers have trained with an undisturbed run; return the largest difference."""
     found: Mapping[Any, list[dict[str, Any]]] = defaultdict(list)
     for name in workers:
         begin: dict[str, Any] = {}
@@ -169,36 +151,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("events", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ownership", default="auto", help="such as parameter: whole ones")
     arguments = parser.parse_args()
     draw = random.Random(arguments.seed)
     kinds: Counter[tuple[str, str]] = Counter()
-    idle: list[float] = []
     whys: Counter[str] = Counter()
-    worst = 0.0
+    idle, worst = list[float](), 0.0
     while kinds.total() < arguments.events:
         num_ranks, every = draw.randint(4, 6), draw.randint(3, 12)
         with tempfile.TemporaryDirectory(dir="/dev/shm", ignore_cleanup_errors=True) as folder:
             options = {"num_steps": MOST_STEPS, "every": every, "redundancy": 1}
-            options |= {"ownership": arguments.ownership}
-            run = Path(folder) / "run"
-            with playing(run, num_ranks, heartbeat_s=HEARTBEAT_S, **options) as node:
+            with playing(
+                Path(folder) / "run", num_ranks, heartbeat_s=HEARTBEAT_S, **options
+            ) as node:
                 drill = Drill(node, num_ranks, draw)
                 kinds.update(drill.play(arguments.events - kinds.total()))
                 worst = max(worst, check(node, drill.all, num_ranks))
-                events, text = list(read_log(run / "events.jsonl")), node.log()
-        new = [item for item in events if item["event"] == "generation"]
-        assert new or "in a row have trained no step" in text, "no generation has trained since"
-        idle += [item["idle_s"] for item in new]
-        for item in events:
-            if item["event"] == "recovered":
-                why = item["why_not_live"] or "no step lost"
-                whys[re.sub(r"\(.*\)|such as .*?\)|\d+ parameters", "…", why)] += 1
-        tell(
-            f"{kinds.total():4} events; {num_ranks} workers, generations of "
-            f"{[item['ranks'] for item in new]}, steps again {[i['steps_again'] for i in new]}, "
-            f"largest difference {worst:.1e}"
-        )
+                idle += [item["idle_s"] for item in node.events("generation")]
+                for item in node.events("recovered"):
+                    why = item["why_not_live"] or "no step lost"
+                    whys[re.sub(r"\(.*\)|such as .*?\)|\d+ parameters", "…", why)] += 1
+        tell(f"{kinds.total():4} events; {num_ranks} workers, largest difference {worst:.1e}")
     for (kind, moment), count in sorted(kinds.items()):
         tell(f"{count:4} {kind}, while in {moment}")
     for why, count in whys.most_common():

@@ -13,7 +13,7 @@ import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -47,7 +47,7 @@ class Record(Callback):
         # Line by line: a worker may be killed.
         self._file = (folder / f"worker-{os.getpid()}.jsonl").open("a", buffering=1)
         self._limit = folder / "limit"
-        self._dies = folder / "dies-in-set-up"
+        self._struck = folder / "struck-in-set-up"
         self._rows: list[int] = []
         self._num_fits = 0
         self._told: tuple[int, ...] = ()
@@ -58,8 +58,9 @@ class Record(Callback):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self._num_fits += 1
-        if self._num_fits > 1 and self._dies.exists() and self._dies.read_text() == _first_rank():
-            os.kill(os.getpid(), signal.SIGKILL)
+        who, number = self._struck.read_text().split() if self._struck.exists() else ("", "0")
+        if self._num_fits > 1 and who == os.environ["FIRST_RANK"]:
+            os.kill(os.getpid(), int(number))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         zero = (rank_zero_only.rank, trainer.is_global_zero, self._told)  # type: ignore[attr-defined]
@@ -84,10 +85,6 @@ class Record(Callback):
         self.write(step=trainer.global_step, loss=loss, rows=self._rows)
 
 
-def _first_rank() -> str:
-    return os.environ["FIRST_RANK"]
-
-
 def trainer_of(
     folder: Path,
     *,
@@ -99,13 +96,18 @@ def trainer_of(
     num_nodes: int = 1,
     num_stages: int = 1,
     accelerator: str = "cpu",
+    disk: str = "disk",
+    replicas: int = 1,
     **more: Any,
 ) -> Any:
     """Return a Trainer as a script would make it."""
     warnings.simplefilter("ignore")
     L.seed_everything(3, verbose=False)
     checkpoint = LayerwiseCheckpoint(
-        folder / "remote", every_n_train_steps=every, local_dir=folder / "disk"
+        folder / "remote",
+        every_n_train_steps=every,
+        local_dir=folder / disk,
+        replicas=replicas,
     )
     strategy = HeteroStrategy(num_stages=num_stages, timeout=timedelta(minutes=2), **more)
     options = {
@@ -146,9 +148,12 @@ def train(
     *,
     make_module: Callable[[], Any] = _toy,
     num_rows: int = NUM_ROWS,
+    prepare: Callable[[Path, dict[str, Any]], None] | None = None,
     **options: Any,
 ) -> None:
     """Be a worker."""
+    if prepare is not None:
+        prepare(folder, options)
     trainer = trainer_of(folder, **options)
     trainer.fit(make_module(), loader(BATCH, num_rows))
 
@@ -211,30 +216,29 @@ def play_restarts(folder: Path, num_ranks: int, work: Callable[[], None]) -> Non
 
 def play(folder: Path, num_ranks: int, work: Callable[[], None], *, replaces: bool = False) -> None:
     """Be a node: keep workers that do `work`, and end with the keeper's exit code."""
-    log_to(folder)
     port = free_port()
     (folder / "port").write_text(str(port))
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0"}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(num_ranks)}
-    keep_workers(
-        folder, [str(rank) for rank in range(num_ranks)], work, port, serves=True, replaces=replaces
-    )
+    names = [str(rank) for rank in range(num_ranks)]
+    os.environ |= {**_launched(port), "NODE_RANK": "0", "WORLD_SIZE": str(num_ranks)}
+    keep_workers(folder, names, work, port, serves=True, replaces=replaces)
 
 
 def play_second(folder: Path, name: str, port: int, work: Callable[[], None]) -> None:
     """Be the second node of two of one worker each, which reach the store at a port."""
-    log_to(folder)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "1"}
-    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": "2"}
+    os.environ |= {**_launched(port), "NODE_RANK": "1", "WORLD_SIZE": "2"}
     keep_workers(folder, [name], work, port, serves=False)
 
 
 def play_joiner(folder: Path, name: str, work: Callable[[], None]) -> None:
     """Be a node of one worker that joins a run."""
-    log_to(folder)
     port = int((folder / "port").read_text())
     os.environ |= {JOIN: f"127.0.0.1:{port}", "NODE_RANK": "1"}
     keep_workers(folder, [name], work, port, serves=False)
+
+
+def _launched(port: int) -> dict[str, str]:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    return {**address, "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def keep_workers(
@@ -247,6 +251,7 @@ def keep_workers(
     replaces: bool = False,
 ) -> None:
     """Be the keeper of workers with these names; ends with its exit code."""
+    log_to(folder)
     block_signals()
     keeper_module._FIRST_WAIT_S = 0.1
 
@@ -297,14 +302,14 @@ class Node:
 
     def join(self, name: str) -> None:
         """Start a process that joins; its name is used where others have a rank."""
-        arguments = (self.folder, name, self._joiner)
-        self.joiners[name] = fork_server().Process(target=play_joiner, args=arguments)
-        self.joiners[name].start()
+        self._add(name, play_joiner, self.folder, name, self._joiner)
 
     def add_second(self, name: str, port: int) -> None:
         """Start the second node of two of one worker each; it reaches the store at a port."""
-        arguments = (self.folder, name, port, self._joiner)
-        self.joiners[name] = fork_server().Process(target=play_second, args=arguments)
+        self._add(name, play_second, self.folder, name, port, self._joiner)
+
+    def _add(self, name: str, be_node: Callable[..., None], *arguments: Any) -> None:
+        self.joiners[name] = fork_server().Process(target=be_node, args=arguments)
         self.joiners[name].start()
 
     def wait_for_store(self) -> int:
@@ -357,38 +362,50 @@ class Node:
         """Return what each worker has written that ever was one."""
         return [_lines(path) for path in self.folder.glob("worker-*.jsonl")]
 
-    def wait_for_step(self, rank: int | str, step: int, timeout_s: float = 300.0) -> dict[str, Any]:
-        """Return what a worker wrote of a step, the last time that it trained it."""
+    def _wait_for(self, find: Callable[[], Any], what: str, timeout_s: float) -> Any:
+        """Return what is found, once something is, while the node's first process lives."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s and self.process.exitcode is None:
-            found = [item for item in self.records(rank) if item.get("step") == step]
-            if found:
-                return found[-1]
+            if found := find():
+                return found
             time.sleep(0.01)
-        raise AssertionError(f"rank {rank} didn't train step {step}:\n{self.log()}")
+        raise AssertionError(f"{what}:\n{self.log()}")
+
+    def wait_for_step(self, rank: int | str, step: int, timeout_s: float = 300.0) -> dict[str, Any]:
+        """Return what a worker wrote of a step, the last time that it trained it."""
+
+        def find() -> list[dict[str, Any]]:
+            return [item for item in self.records(rank) if item.get("step") == step]
+
+        found = self._wait_for(find, f"rank {rank} didn't train step {step}", timeout_s)
+        return dict(found[-1])
+
+    def wait_for_all(self, ranks: Iterable[int | str], step: int) -> None:
+        """Let training go on to a step, and wait until workers have written it down."""
+        self.let_go_on_to(step)
+        for rank in ranks:
+            self.wait_for_step(rank, step)
 
     def wait_for_recovery(self, struck_at_s: float, timeout_s: float = 300.0) -> float:
         """Return the seconds from a fault to the end of the first step of a fit begun after it."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s and self.process.exitcode is None:
+
+        def find() -> list[float]:
             files = self.folder.glob("worker-*.jsonl")
-            ends = [end_s for path in files if (end_s := _next_step(path, struck_at_s))]
-            if ends:
-                return min(ends) - struck_at_s
-            time.sleep(0.01)
-        raise AssertionError(f"no step follows:\n{self.log()}")
+            return [end_s for path in files if (end_s := _next_step(path, struck_at_s))]
+
+        return float(min(self._wait_for(find, "no step follows", timeout_s)) - struck_at_s)
 
     def wait_for_generation(self, number: int, timeout_s: float = 300.0) -> None:
         """Return once a generation has trained a step."""
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s and self.process.exitcode is None:
-            noted = (
-                i for i in read_log(self.folder / "events.jsonl") if i["event"] == "generation"
-            )
-            if any(item["generation"] >= number for item in noted):
-                return
-            time.sleep(0.05)
-        raise AssertionError(f"generation {number} doesn't train:\n{self.log()}")
+
+        def find() -> bool:
+            return any(item["generation"] >= number for item in self.events("generation"))
+
+        self._wait_for(find, f"generation {number} doesn't train", timeout_s)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind in the run's log."""
+        return [i for i in read_log(self.folder / "events.jsonl") if i["event"] == kind]
 
     def log(self) -> str:
         """Return what its processes printed."""

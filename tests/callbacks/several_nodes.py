@@ -3,15 +3,12 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_hetero import LayerwiseCheckpoint
-from tests.callbacks.in_place import BATCH, Node, keep_workers, loader, log_to, trainer_of
+from tests.callbacks.in_place import Node, keep_workers, train
 from tests.processes import fork_server, free_port
-from tests.toy import ToyModule, ToyOptions
 
 __all__ = ["NUM_RANKS", "Nodes", "playing_nodes"]
 
@@ -22,17 +19,11 @@ NUM_RANKS = 4
 
 def _train(folder: Path, node: int, options: dict[str, Any]) -> None:
     os.environ["RANK"] = os.environ["FIRST_RANK"]
-    trainer = trainer_of(folder, num_ranks=1, **options)
-    for callback in trainer.callbacks:
-        if isinstance(callback, LayerwiseCheckpoint):
-            own = str(folder / f"disk-{node}")
-            callback.places = replace(callback.places, local_dir=own)
-    trainer.fit(ToyModule(ToyOptions(num_layers=4)), loader(BATCH))
+    train(folder, num_ranks=1, disk=f"disk-{node}", **options)
 
 
 def _be_node(folder: Path, node: int, port: int, options: dict[str, Any]) -> None:
     """Be what torchrun has started on a node."""
-    log_to(folder)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "nodes"}
     os.environ |= {"WORLD_SIZE": str(NUM_RANKS), "GROUP_RANK": str(node)}

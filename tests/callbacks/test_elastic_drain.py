@@ -1,4 +1,4 @@
-"""What ranks do between the news that a node goes and their end."""
+"""What ranks do between the news that a node goes, or is to be left out, and their end."""
 
 import os
 import signal
@@ -33,9 +33,19 @@ class TellsOneAfterTheOther(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def leave(rank: int, folder: Path) -> bool:
-    """Train until all leave; return whether this rank's part was in the remote store by then."""
+class LeavesOneOut(Callback):
+    """Asks after a step for a restart without rank 1's node, as a `StragglerMonitor` does."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            (elastic,) = (c for c in trainer.callbacks if isinstance(c, ElasticRestart))
+            elastic.request_restart("rank 1 is slow", exclude=[1])
+
+
+def leave(rank: int, folder: Path, kind: type[Callback]) -> tuple[int, bool, bool]:
+    """Train until all leave; return the step, who was left out, and whether it was uploaded."""
     upload = Uploads._upload
+    elastic = ElasticRestart(drain_timeout_s=60.0)
 
     def upload_slowly(*args: Any) -> None:
         time.sleep(2.0)
@@ -49,14 +59,15 @@ def leave(rank: int, folder: Path) -> bool:
     trainer = L.Trainer(
         strategy=HeteroStrategy(),
         **{**quiet(devices=2, max_steps=6), "enable_checkpointing": True},
-        callbacks=[TellsOneAfterTheOther(), checkpoint, ElasticRestart(drain_timeout_s=60.0)],
+        callbacks=[kind(), checkpoint, elastic],
     )
     try:
         trainer.fit(ToyModule(ToyOptions()), loader(64, 4))
     except AgreedExit:
         saved = checkpoint.saved
         assert saved is not None
-        return saved._remote.done() and saved._remote.result()
+        is_uploaded = saved._remote.done() and saved._remote.result()
+        return saved.id.step, elastic.is_leaving, is_uploaded
     finally:
         Uploads._upload = upload
     raise AssertionError("nobody left")
@@ -65,4 +76,11 @@ def leave(rank: int, folder: Path) -> bool:
 def test_a_sigterm_that_reaches_nodes_one_after_the_other_waits_for_the_upload(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    assert pool.run(leave, 2, tmp_path) == [True, True]
+    assert pool.run(leave, 2, tmp_path, TellsOneAfterTheOther) == [(3, True, True)] * 2
+
+
+def test_all_leave_one_step_after_a_restart_without_a_node_was_asked_for(
+    pool: ProcessPool, tmp_path: Path
+) -> None:
+    found = pool.run(leave, 2, tmp_path, LeavesOneOut)
+    assert [(step, is_out) for step, is_out, _ in found] == [(3, False), (3, True)]

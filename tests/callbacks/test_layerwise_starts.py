@@ -1,5 +1,6 @@
 """How a run with a `LayerwiseCheckpoint` starts: anew, where it was, or not at all."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,8 @@ def test_options_that_cannot_work_are_refused(tmp_path: Path) -> None:
         LayerwiseCheckpoint()
     with pytest.raises(ConfigurationError, match="drain_timeout_s is 0"):
         ElasticRestart(drain_timeout_s=0)
+    with pytest.raises(ConfigurationError, match="heartbeat_timeout is"):
+        ElasticRestart(in_place=True, heartbeat_timeout=timedelta(0))
     trainer = L.Trainer(callbacks=[ElasticRestart()], **quiet(max_steps=1, devices=1))
     with pytest.raises(ConfigurationError, match="needs one LayerwiseCheckpoint"):
         trainer.fit(ToyModule(ToyOptions()), loader(8, 4))

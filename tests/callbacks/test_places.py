@@ -1,7 +1,6 @@
 """What a node kept in shared memory belongs to one user and one run; nodes are told apart."""
 
 import os
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ from lightning_hetero.callbacks.checkpointing import places
 from lightning_hetero.callbacks.checkpointing.access import Access
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.checkpoint import (
-    CheckpointId,
-    LocalStore,
     Peers,
     TierKind,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.claims import OWNER_FILE, Lease, OccupiedError
+from lightning_hetero.checkpoint.claims import OWNER_FILE, OccupiedError
 from lightning_hetero.cli import main
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
-from tests.checkpoint.states import run_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +34,6 @@ def at(path: str | None, local_dir: str | None = None, **options: Any) -> Places
         keep=1,
         storage_options=options,
     )
-
-
-def access(node: Places, peers: Peers | None = None, *, is_first: bool = True) -> Access:
-    return Access(node, peers or Peers(), is_first_of_node=is_first, options=WriterOptions())
 
 
 def test_runs_in_other_folders_or_stores_have_memory_of_their_own(
@@ -61,18 +53,6 @@ def test_runs_in_other_folders_or_stores_have_memory_of_their_own(
     assert at("file://" + str(tmp_path / "two/outputs")).memory_dir == at("outputs").memory_dir
 
 
-def test_what_another_run_left_in_memory_is_forgotten(tmp_path: Path) -> None:
-    node = at("s3://bucket/run", str(tmp_path))
-    assert node.memory_dir is not None
-    store = LocalStore(node.memory_dir)
-    for run in ("old", "new"):
-        store.write(f"{CheckpointId(4, 0, run).folder}/layer", [b"x"])
-    node.note(FinishedStep(step=4, at_s=1.0, run="new"))
-    node.forget_other_runs("new")
-    assert set(store.list()) == {f"{CheckpointId(4, 0, 'new').folder}/layer", "progress.json"}
-    assert node.last_finished() == FinishedStep(step=4, at_s=1.0, run="new")
-
-
 def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -> None:
     left, other, own = at("s3://bucket/left"), at("s3://bucket/other"), at("s3://bucket/own")
     for node in (left, other, own):
@@ -82,7 +62,7 @@ def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -
         assert node.memory_dir is not None
         for path in (node.memory_dir, *node.memory_dir.rglob("*")):
             os.utime(path, (eight_days_ago_s, eight_days_ago_s))
-    opened = access(own)
+    opened = Access(own, Peers(), is_first_of_node=True, options=WriterOptions())
     opened.take_leases()
     opened.leave()
     assert [node.memory_dir.exists() for node in (left, other, own)] == [False, True, True]
@@ -124,33 +104,12 @@ def test_two_machines_of_one_name_are_two_nodes(
     assert one.node != name
 
 
-def test_whoever_waits_to_see_whether_an_owner_lives_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However short the time is in which ranks must answer each other."""
-    may_go = threading.Event()
-
-    def take(self: Lease) -> None:
-        assert may_go.wait(60)
-
-    monkeypatch.setattr(Lease, "take", take)
-
-    def action(rank: int, peers: Any) -> tuple[int, int]:
-        if rank == 1:
-            threading.Timer(1.0, may_go.set).start()
-        opened = access(at(None, str(tmp_path)), peers, is_first=rank == 0)
-        opened.take_leases()
-        return len(opened._leases), len(opened.node_of_rank)
-
-    assert run_ranks(2, action, timeout_s=1.5) == [(1, 2), (0, 2)]
-
-
 def test_whoever_leaves_or_can_not_enter_holds_no_place(tmp_path: Path) -> None:
     node = at(str(tmp_path / "remote"), str(tmp_path / "disk"))
     files = [tmp_path / name / OWNER_FILE for name in ("remote", "disk")]
     (tmp_path / "remote").mkdir()
     (tmp_path / "remote" / "run.json").write_text("torn")
-    opened = access(node)
+    opened = Access(node, Peers(), is_first_of_node=True, options=WriterOptions())
     opened.take_leases()
     assert all(file.exists() for file in files)
     with pytest.raises(CheckpointError, match="is torn"):
@@ -166,24 +125,7 @@ def test_whoever_leaves_or_can_not_enter_holds_no_place(tmp_path: Path) -> None:
     opened.leave()
 
 
-def test_a_place_that_is_full_costs_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(self: Path, text: str) -> int:
-        raise OSError(28, "No space left on device")
-
-    node = at("s3://bucket/run")
-    node.tiers()
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", full)
-        node.note(FinishedStep(step=4, at_s=1.0, run="new"))
-    assert node.last_finished() is None
-    for text in ("null", "[1]", '{"a": 1}'):
-        (node.memory_dir / "progress.json").write_text(text)
-        assert node.last_finished() is None
-
-
-def test_a_note_that_is_cut_short_leaves_the_one_before(
+def test_a_note_that_is_cut_short_or_does_not_fit_costs_no_step_and_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank is killed while it notes its step: its node still knows the step before."""
@@ -193,12 +135,14 @@ def test_a_note_that_is_cut_short_leaves_the_one_before(
 
     def dies(self: Path, text: str) -> int:
         self.open("w").close()
-        raise OSError
+        raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "write_text", dies)
         node.note(FinishedStep(step=4, at_s=2.0, run="run"))
     assert node.last_finished() == before
+    (node.memory_dir / "progress.json").write_text("[1]")
+    assert node.last_finished() is None
 
 
 def test_shared_memory_that_nobody_may_write_is_done_without(

@@ -25,44 +25,37 @@ BARS = {
 }
 
 
-def print_of_run(rank: int, kind: str) -> str:
-    """Train and test two stages with a bar and a summary; return what this rank printed."""
-    bar, summary = BARS[kind]
-    printed = io.StringIO()
-    options: dict[str, Any] = quiet(devices=2, max_steps=2, callbacks=[bar(), summary()])
-    options |= {"enable_progress_bar": True, "enable_model_summary": True}
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        trainer = L.Trainer(strategy=HeteroStrategy(num_stages=2), **options)
-        trainer.callbacks.append(RunMetrics())
-        module = ToyModule(ToyOptions())
-        trainer.fit(module, loader(4, 2), loader(2, 2))
-        trainer.test(module, loader(2, 2))
-    return printed.getvalue()
-
-
 class TakesNorm(ToyModule):
     """Takes the norm of its parameters before the first step."""
 
     norm = 0.0
 
     def on_train_start(self) -> None:
-        self.norm = float(torch.stack([p.detach().norm() for p in self.parameters()]).norm())
+        self.norm = norm_of(self)
 
 
-def norms_after_summary(rank: int) -> tuple[float, float]:
-    """Return the norm of the whole parameters, and that which a hook took after a summary."""
+def norm_of(module: torch.nn.Module) -> float:
+    return float(torch.stack([p.detach().norm() for p in module.parameters()]).norm())
+
+
+def print_of_run(rank: int, kind: str) -> tuple[str, float, float]:
+    """Train and test two stages with a bar and a summary.
+
+    Return what this rank printed, the norm of the whole parameters, and the one that a hook took.
+    """
+    bar, summary = BARS[kind]
+    printed = io.StringIO()
+    options: dict[str, Any] = quiet(devices=2, max_steps=2, callbacks=[bar(), summary()])
+    options |= {"enable_progress_bar": True, "enable_model_summary": True}
     L.seed_everything(0, verbose=False)
     module = TakesNorm(ToyOptions())
-    whole = float(torch.stack([p.detach().norm() for p in module.parameters()]).norm())
-    options = {**quiet(devices=2, max_steps=1), "enable_model_summary": True}
-    L.Trainer(strategy=HeteroStrategy(num_stages=2), **options).fit(module, loader(4, 2))
-    return whole, module.norm
-
-
-@pytest.mark.dist
-def test_hooks_get_whole_norms_after_a_summary_has_counted_parameters(pool: ProcessPool) -> None:
-    for whole, found in pool.run(norms_after_summary, 2):
-        assert found == pytest.approx(whole)
+    whole = norm_of(module)
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        trainer = L.Trainer(strategy=HeteroStrategy(num_stages=2), **options)
+        trainer.callbacks.append(RunMetrics())
+        trainer.fit(module, loader(4, 2), loader(2, 2))
+        trainer.test(module, loader(2, 2))
+    return printed.getvalue(), whole, module.norm
 
 
 @pytest.mark.dist
@@ -70,7 +63,8 @@ def test_hooks_get_whole_norms_after_a_summary_has_counted_parameters(pool: Proc
 def test_bars_and_tables_are_drawn_by_rank_0_without_control_characters(
     pool: ProcessPool, kind: str
 ) -> None:
-    first, second = pool.run(print_of_run, 2, kind)
+    (first, whole, norm), (second, *_) = pool.run(print_of_run, 2, kind)
+    assert norm == pytest.approx(whole), "that summaries counted parameters changes no norm"
     assert second == ""
     assert "Epoch 0" in first
     assert first.count("test_loss") == 1

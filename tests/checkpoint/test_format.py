@@ -13,16 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from lightning_hetero.checkpoint import (
-    CheckpointContent,
     CheckpointWriter,
     LocalStore,
-    SliceContent,
-    SliceNeed,
     Tier,
     TierKind,
-    recover,
 )
-from lightning_hetero.checkpoint.encoding import DTYPE_NAMES, encode_metadata
+from lightning_hetero.checkpoint.encoding import encode_metadata
 from lightning_hetero.checkpoint.manifest import (
     BlockChecksums,
     CheckpointId,
@@ -30,8 +26,6 @@ from lightning_hetero.checkpoint.manifest import (
     PartManifest,
     align_to_blocks,
     fault_in,
-    manifest_name,
-    parse_manifest_name,
 )
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.states import PLANS, contents, full_tensor
@@ -69,24 +63,15 @@ def test_the_safetensors_package_reads_the_files(folder: Path) -> None:
     assert state["2.norm/step"].shape == ()
 
 
-def test_the_manifests_byte_ranges_are_those_of_safetensors(folder: Path) -> None:
-    manifest = PartManifest.decode((folder / "part-00000.json").read_bytes())
-    for piece in manifest.slices:
-        for tensor in piece.tensors:
-            data = (folder / tensor.file).read_bytes()
-            length = int.from_bytes(data[:8], "little")
-            key = piece.parameter + ("" if tensor.key == "weight" else f"/{tensor.key}")
-            start, stop = json.loads(data[8 : 8 + length])[key]["data_offsets"]
-            assert (tensor.begin, tensor.end) == (8 + length + start, 8 + length + stop)
-
-
 def test_metadata_that_needs_pickle_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match=r"metadata entry \['callbacks'\]"):
         encode_metadata({"good": 1, "callbacks": {"x": Path("a")}}, what="metadata")
 
 
-@given(position=st.integers(0, 10**9), bit=st.integers(0, 7))
-def test_a_manifest_with_any_flipped_bit_is_refused_or_equal(position: int, bit: int) -> None:
+@given(position=st.integers(0, 10**9), bit=st.integers(0, 7), is_cut=st.booleans())
+def test_a_manifest_that_is_cut_or_has_a_flipped_bit_is_refused_or_equal(
+    position: int, bit: int, *, is_cut: bool
+) -> None:
     manifest = PartManifest(
         id=CheckpointId(12, 3),
         part=1,
@@ -99,16 +84,12 @@ def test_a_manifest_with_any_flipped_bit_is_refused_or_equal(position: int, bit:
         versions={"torch": "2"},
     )
     data = bytearray(manifest.encode())
-    data[position % len(data)] ^= 1 << bit
+    position %= len(data)
+    data[position] ^= 1 << bit
+    data = data[:position] if is_cut else data
     with contextlib.suppress(CheckpointError):
         assert PartManifest.decode(bytes(data)) == manifest
-
-
-@pytest.mark.parametrize("cut", [0, 1, 10, 100, -1, -2])
-def test_a_torn_manifest_is_refused(folder: Path, cut: int) -> None:
-    data = (folder / "part-00000.json").read_bytes()
-    with pytest.raises(CheckpointError, match="torn"):
-        PartManifest.decode(data[:cut])
+        assert not is_cut
 
 
 def test_a_manifest_of_another_format_names_the_versions(folder: Path) -> None:
@@ -119,15 +100,6 @@ def test_a_manifest_of_another_format_names_the_versions(folder: Path) -> None:
     outer = f'{{"crc32": "{zlib.crc32(canonical.encode()):08x}", "manifest": {canonical}}}\n'
     with pytest.raises(CheckpointError, match=r"format 2.*torch"):
         PartManifest.decode(outer.encode())
-
-
-@given(step=st.integers(0, 10**15), attempt=st.integers(0, 10**7), part=st.integers(0, 10**6))
-def test_names_parse_back_and_others_are_no_manifests(step: int, attempt: int, part: int) -> None:
-    checkpoint = CheckpointId(step, attempt)
-    assert CheckpointId.parse(checkpoint.folder) == checkpoint
-    assert parse_manifest_name(manifest_name(checkpoint, part)) == (checkpoint, part)
-    for name in ("x", "step-1-0/part-00000.json", "a/b/part-00000.json", ""):
-        assert parse_manifest_name(name) is None
 
 
 @given(
@@ -157,26 +129,3 @@ def test_checksums_find_the_flipped_block_however_the_stream_is_cut(
     assert f"of block {position // block} " in fault_in(
         broken[start:stop], start, stop, entry, block
     )
-
-
-@pytest.mark.parametrize("dtype", DTYPE_NAMES)
-def test_every_dtype_survives(dtype: torch.dtype, tmp_path: Path) -> None:
-    values = (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
-    piece = SliceContent(
-        parameter="p", unit=0, shape=(2, 3, 4), dim=1, start=0, stop=3, weight=values
-    )
-    tiers = [Tier(kind=TierKind.DISK, store=LocalStore(tmp_path))]
-    writer = CheckpointWriter(tiers)
-    writer.save(
-        CheckpointContent(
-            id=CheckpointId(1), global_rank=0, world_size=1, num_layers=1, slices=(piece,)
-        )
-    )
-    writer.close()
-    recovered = recover([SliceNeed("p", (2, 3, 4), 1, 1, 3)], tiers)
-    assert recovered is not None
-    assert recovered.slices[0].weight.dtype == dtype
-    assert torch.equal(
-        recovered.slices[0].weight.to(torch.float32), values[:, 1:].to(torch.float32)
-    )
-    assert recovered.plan is None

@@ -21,10 +21,9 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
     recover,
 )
-from lightning_hetero.checkpoint.deadlines import HangingError, Operations
+from lightning_hetero.checkpoint.deadlines import HangingError
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     TWO,
@@ -67,31 +66,23 @@ class Flaky:
             raise self.error
 
 
-@pytest.mark.parametrize("failures", [0, 1, 2])
-def test_a_store_that_recovers_in_time_loses_nothing(failures: int) -> None:
-    inner = MemoryStore()
-    flaky = Flaky(failures, ConnectionError("500"))
-    store = RetryingStore(FaultyStore(inner, flaky), pause_s=0.0)
-    store.write("x", [b"ab", b"c"])
+def test_errors_that_may_pass_are_tried_again_and_others_raised_at_once() -> None:
+    inner, flaky = MemoryStore(), Flaky(2, ConnectionError("500"))
+    RetryingStore(FaultyStore(inner, flaky), pause_s=0.0).write("x", [b"ab", b"c"])
     assert inner.files == {"x": b"abc"}
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
+    with pytest.raises(CheckpointError, match=r"memory in 3 attempts.*500"):
+        RetryingStore(FaultyStore(inner, Flaky(9, ConnectionError("500"))), pause_s=0.0).list()
+    for error in (
         FileNotFoundError(2, "no"),
         PermissionError(13, "no"),
         OSError(errno.ENOSPC, "full"),
         OSError(errno.EROFS, "read-only"),
-    ],
-)
-def test_hopeless_errors_are_raised_at_once(error: Exception) -> None:
-    flaky = Flaky(9, error)
-    store = RetryingStore(FaultyStore(MemoryStore(), flaky))
-    with pytest.raises(type(error)) as raised:
-        store.list()
-    assert raised.value is error
-    assert flaky.left == 8
+    ):
+        flaky = Flaky(9, error)
+        with pytest.raises(type(error)) as raised:
+            RetryingStore(FaultyStore(MemoryStore(), flaky)).list()
+        assert raised.value is error
+        assert flaky.left == 8
 
 
 @pytest.mark.parametrize("verb", ["write", "read", "list", "remove"])
@@ -110,26 +101,6 @@ def test_a_try_that_hangs_is_given_up_and_comes_too_late(verb: str) -> None:
     hanging.let_go.set()
     join_all("checkpoint-store")
     assert inner.files == {"write": {"x": b"new"}, "remove": {}}.get(verb, {"x": b"old"})
-
-
-def test_a_local_listing_that_hangs_in_the_kernel_is_an_error_within_its_deadline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    let_go, scan = threading.Event(), os.scandir
-
-    def dead_mount(path: Any) -> Any:
-        assert let_go.wait(60)
-        return scan(path)
-
-    patient, store = LocalStore(tmp_path), LocalStore(tmp_path, stall_s=0.1)
-    patient.write("a", [b"x"])
-    monkeypatch.setattr(os, "scandir", dead_mount)
-    with pytest.raises(TimeoutError, match=r"Nothing has moved for 0\.1 s"):
-        store.list()
-    with pytest.raises(CheckpointError, match="skip_unreadable=True"):
-        recover([], [disk(store)])
-    let_go.set()
-    assert patient.list() == {"a": 1}
 
 
 def test_a_local_write_that_was_given_up_never_replaces_a_later_one(
@@ -163,11 +134,10 @@ def num_threads() -> int:
     return sum(thread.name == "checkpoint-store" for thread in threading.enumerate())
 
 
-@pytest.mark.parametrize("attempts", [1, 5])
-def test_a_place_that_hangs_for_days_holds_a_bounded_number_of_threads(attempts: int) -> None:
+def test_a_place_that_hangs_for_days_holds_a_bounded_number_of_threads() -> None:
     hanging = Hanging(lambda verb, name: True)
     inner = FaultyStore(MemoryStore(), hanging)
-    store = RetryingStore(inner, attempts=attempts, pause_s=0.0, stall_s=0.01)
+    store = RetryingStore(inner, attempts=5, pause_s=0.0, stall_s=0.01)
     before = num_threads()
     for _ in range(40):
         with pytest.raises((TimeoutError, CheckpointError)):
@@ -183,49 +153,36 @@ def test_a_place_that_hangs_for_days_holds_a_bounded_number_of_threads(attempts:
     assert store.list() == {}
 
 
-def test_operations_that_move_are_waited_for_however_long_they_take() -> None:
-    def slow(progress: Progress) -> str:
-        for _ in range(20):
-            threading.Event().wait(0.02)
-            progress.tick()
-        return "done"
-
-    assert Operations(0.2).run(slow) == "done"
-
-
-def test_a_tier_whose_listing_hangs_is_its_own_failure_in_a_recovery() -> None:
+@pytest.mark.parametrize("hangs", ["list", "read"])
+def test_a_tier_that_hangs_is_its_own_failure_in_a_recovery(hangs: str) -> None:
+    """Where it hangs as it reads for another rank, that one takes another copy."""
     nodes = Nodes(["a", "b"])
     save_all(nodes, ["a", "b"], contents(2, TWO, 2))
     needs = [needs_of(rank, TWO, 2) for rank in range(2)]
-    hanging = Hanging(lambda verb, name: verb == "list")
+    part = {name: data for name, data in nodes.disk["a"].files.items() if "00000" in name}
+    nodes.lose("a")
+    nodes.disk["b"].files.update(part)
+    hanging = Hanging(
+        lambda verb, name: verb == hangs and (verb == "list" or "part-00000.weights" in name)
+    )
 
     def look(rank: int, peers: Peers) -> Recovered | None:
         tiers = nodes.tiers("ab"[rank])
         if rank == 1:
             tiers[1] = disk(FaultyStore(tiers[1].store, hanging))
-        with pytest.raises(CheckpointError, match="Nothing has moved"):
-            recover(needs[rank], tiers, node="ab"[rank], peers=peers)
+        if hangs == "list":
+            with pytest.raises(CheckpointError, match="Nothing has moved"):
+                recover(needs[rank], tiers, node="ab"[rank], peers=peers)
         return recover(needs[rank], tiers, node="ab"[rank], peers=peers, skip_unreadable=True)
 
-    for rank, recovered in enumerate(run_ranks(2, look, timeout_s=2.0)):
+    results = run_ranks(2, look, timeout_s=2.0)
+    hanging.let_go.set()
+    assert hanging.num_hung
+    for rank, recovered in enumerate(results):
         assert_is_state(recovered, needs[rank], 2)
-    hanging.let_go.set()
-
-
-def test_a_tier_that_hangs_costs_its_own_copy_and_none_of_the_next_tier() -> None:
-    hanging, local = Hanging(lambda verb, name: True), MemoryStore()
-    memory = RetryingStore(FaultyStore(MemoryStore(), hanging), attempts=1, stall_s=0.2)
-    writer = CheckpointWriter(
-        [Tier(kind=TierKind.MEMORY, store=memory), disk(local)], options=WriterOptions(stall_s=20.0)
-    )
-    plan = ParallelPlan.even(world_size=1, num_layers=4)
-    for step in range(1, 6):
-        writer.save(contents(step, plan, 1)[0]).wait_until_confirmed(20)
-    writer.close()
-    assert hanging.num_hung == 8
-    hanging.let_go.set()
-    needs = needs_of(0, plan, 1)
-    assert_is_state(recover(needs, [disk(local)]), needs, 5)
+    if hangs == "read":
+        assert results[0] is not None
+        assert any("hasn't moved" in text for text in results[0].report.failures)
 
 
 @pytest.mark.parametrize("side", ["reads", "writes"])
@@ -245,7 +202,7 @@ def test_a_disk_that_hangs_while_copies_travel_costs_that_copy_alone(side: str) 
             else [disk(store)],
             node_of_rank=["a", "b", "c"],
             peers=peers,
-            options=WriterOptions(replicas=2, stall_s=5.0),
+            options=WriterOptions(replicas=2, stall_s=2.0),
         )
         saved = writer.save(contents(1, THREE, 3)[rank])
         with pytest.raises(CheckpointError, match=r"Cop(y|ies) .*hasn't moved for"):
@@ -259,32 +216,8 @@ def test_a_disk_that_hangs_while_copies_travel_costs_that_copy_alone(side: str) 
         return [any(f"part-{part:05d}.json" in name for name in store.list()) for part in range(3)]
 
     # Every rank has its own part of the second checkpoint and its neighbour's.
-    assert run_ranks(3, save, timeout_s=2.5) == [
+    assert run_ranks(3, save, timeout_s=1.0) == [
         [True, False, True],
         [True, True, False],
         [False, True, True],
     ]
-
-
-def test_a_peer_whose_disk_hangs_while_it_reads_for_others_is_passed_over() -> None:
-    nodes = Nodes(["a", "b"])
-    save_all(nodes, ["a", "b"], contents(2, TWO, 2))
-    needs = [needs_of(rank, TWO, 2) for rank in range(2)]
-    part = {name: data for name, data in nodes.disk["a"].files.items() if "00000" in name}
-    nodes.lose("a")
-    nodes.disk["b"].files.update(part)
-    hanging = Hanging(lambda verb, name: verb == "read" and "part-00000.weights" in name)
-
-    def read(rank: int, peers: Peers) -> Recovered | None:
-        tiers = nodes.tiers("ab"[rank])
-        if rank == 1:
-            tiers[1] = disk(FaultyStore(tiers[1].store, hanging))
-        return recover(needs[rank], tiers, node="ab"[rank], peers=peers)
-
-    results = run_ranks(2, read, timeout_s=2.0)
-    hanging.let_go.set()
-    assert hanging.num_hung
-    for rank, recovered in enumerate(results):
-        assert_is_state(recovered, needs[rank], 2)
-    assert results[0] is not None
-    assert any("hasn't moved" in text for text in results[0].report.failures)

@@ -38,43 +38,27 @@ def owner_of(store: MemoryStore) -> dict[str, Any]:
     return found
 
 
-def test_a_place_is_free_again_once_its_owner_lets_go() -> None:
-    store = MemoryStore()
-    lease = Lease(store, shared=True, beat_s=FOREVER_S)
-    lease.take()
-    assert store.files
-    lease.release()
-    assert not store.files
-
-
 @pytest.mark.parametrize(
-    ("shared", "changes"),
+    ("shared", "changes", "beat_s"),
     [
-        pytest.param(True, {"machine": machine_namespace(), "process": [1, -1]}, id="dead process"),
-        pytest.param(True, {"machine": machine_namespace(), "process": None}, id="no process"),
-        pytest.param(True, {"job": JOB}, id="an earlier start of the torchrun job"),
-        pytest.param(False, {}, id="a disk of a machine that was started again"),
+        (True, {"machine": machine_namespace(), "process": [1, -1]}, FOREVER_S),
+        (True, {"machine": machine_namespace(), "process": None}, FOREVER_S),
+        (True, {"job": JOB}, FOREVER_S),  # An earlier start of the torchrun job.
+        (False, {}, FOREVER_S),  # On a disk of a machine that was started again.
+        (True, {}, 0.01),  # Elsewhere, without a sign of life.
     ],
 )
-def test_an_owner_that_is_known_to_be_gone_holds_nobody_up(
-    monkeypatch: pytest.MonkeyPatch, *, shared: bool, changes: dict[str, Any]
+def test_an_owner_that_is_gone_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, *, shared: bool, changes: dict[str, Any], beat_s: float
 ) -> None:
     start_job(monkeypatch, *JOB[:3])
     store = MemoryStore()
     left_by(store, **{"job": None, **changes})
-    lease = Lease(store, shared=shared, beat_s=FOREVER_S)
+    lease = Lease(store, shared=shared, beat_s=beat_s)
     lease.take()
     assert owner_of(store)["session"] != "another"
     lease.release()
-
-
-def test_an_owner_elsewhere_that_gives_no_sign_of_life_is_gone() -> None:
-    store = MemoryStore()
-    left_by(store)
-    lease = Lease(store, shared=True, beat_s=0.01)
-    lease.take()
-    assert owner_of(store)["session"] != "another"
-    lease.release()
+    assert not store.files
 
 
 @pytest.mark.parametrize(
@@ -165,25 +149,3 @@ def test_an_earlier_generation_of_the_run_is_no_other_job(
     lease.raise_if_lost()
     assert lease._thread.is_alive()
     lease.release()
-
-
-def test_a_lease_that_is_given_up_while_a_slow_place_takes_it_leaves_nothing() -> None:
-    store, writes, goes_on = MemoryStore(), threading.Event(), threading.Event()
-
-    def slow(verb: str, name: str) -> None:
-        if verb == "write":
-            writes.set()
-            goes_on.wait()
-
-    lease = Lease(FaultyStore(store, slow), shared=True, beat_s=0.01)
-    taking = threading.Thread(target=lease.take)
-    taking.start()
-    writes.wait()
-    lease.release()
-    goes_on.set()
-    taking.join()
-    assert not store.files
-    late = Lease(store, shared=True, beat_s=0.01)
-    late.release()
-    late.take()
-    assert not store.files

@@ -4,9 +4,8 @@ import http.client
 import json
 import os
 import signal
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -183,24 +182,3 @@ def test_the_watcher_outlives_any_error_says_so_once_and_keeps_the_notice(
     assert waits.pending() is None
     waits.stop()
     assert not waits._thread.is_alive()
-
-
-def test_a_signal_in_the_middle_of_its_own_handler_waits_for_nothing() -> None:
-    notice = SigtermNotice(pass_on=False)
-    notice.restore()
-
-    def interrupt(*_: object) -> Callable[..., Any]:
-        sys.settrace(None)
-        notice._handle(signal.SIGTERM, None)
-        sys.settrace(interrupt)
-        return interrupt
-
-    def handle() -> None:
-        sys.settrace(interrupt)
-        notice._handle(signal.SIGTERM, None)
-
-    thread = threading.Thread(target=handle, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert not thread.is_alive()
-    assert notice.pending() == Notice(reason="SIGTERM")

@@ -1,18 +1,20 @@
 """Any topology to any other, bit for bit, from the cheapest sources."""
 
-from pathlib import Path
-
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lightning_hetero.checkpoint import (
-    CheckpointWriter,
-    LocalStore,
+    CheckpointContent,
+    CheckpointId,
+    SliceContent,
     SliceNeed,
     Source,
-    Tier,
-    TierKind,
     recover,
 )
+from lightning_hetero.checkpoint.commit import place_replicas
+from lightning_hetero.checkpoint.encoding import DTYPE_NAMES
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.slices import Ownership
@@ -110,23 +112,6 @@ def test_with_two_replicas_lost_nodes_that_are_no_neighbours_need_no_remote(
         assert_is_state(recovered, needs[rank], 9)
 
 
-def test_lost_neighbours_are_recovered_from_the_remote() -> None:
-    plan = ParallelPlan.even(world_size=4, num_layers=4)
-    node_of_rank = ["a", "b", "c", "d"]
-    nodes = Nodes(node_of_rank)
-    save_all(nodes, node_of_rank, contents(9, plan, 4), replicas=2)
-    nodes.lose("a")
-    nodes.lose("b")
-    needs = [needs_of(r, plan, 4) for r in range(4)]
-    results = recover_all(nodes, node_of_rank, needs)
-    assert_is_state(results[0], needs[0], 9)
-    assert all(r is not None for r in results)
-    used = set().union(*(r.report.bytes_by_source for r in results if r))
-    assert Source.REMOTE in used
-    # Node b's part had its copy on c.
-    assert {Source.PEER_DISK} <= used
-
-
 def test_nothing_saved_is_no_error() -> None:
     assert recover_all(Nodes(["a"]), ["a"], [[]]) == [None]
 
@@ -141,14 +126,72 @@ def test_another_models_checkpoint_is_refused_on_all_ranks() -> None:
         recover_all(nodes, ["a", "b"], [[], [SliceNeed("other", (64, 8), 0, 0, 1)]])
 
 
-def test_a_new_process_finds_what_an_old_one_left_on_disk(tmp_path: Path) -> None:
-    plan, size = PLANS["one device"]
-    tiers = [Tier(kind=TierKind.DISK, store=LocalStore(tmp_path))]
-    writer = CheckpointWriter(tiers)
-    writer.save(contents(1, plan, size)[0])
-    writer.close()
-    needs = needs_of(0, plan, size)
-    recovered = recover(needs, [Tier(kind=TierKind.DISK, store=LocalStore(tmp_path))])
-    assert_is_state(recovered, needs, 1)
+def test_state_that_is_not_element_by_element_is_never_cut() -> None:
+    nodes, rows = Nodes(["a"], remote=False), range(2)
+    pieces = [
+        SliceContent(
+            parameter="w",
+            unit=0,
+            shape=(8, 4),
+            dim=0,
+            start=4 * rank,
+            stop=4 * rank + 4,
+            weight=torch.ones(4, 4),
+            state={"row": torch.arange(4.0) + rank},
+            whole_state={"square": torch.eye(4) + rank},
+        )
+        for rank in rows
+    ]
+    parts = [
+        CheckpointContent(
+            id=CheckpointId(1), global_rank=rank, world_size=2, num_layers=1, slices=(pieces[rank],)
+        )
+        for rank in rows
+    ]
+    save_all(nodes, ["a", "a"], parts)
+    same = recover([SliceNeed("w", (8, 4), 0, 4, 8)], nodes.tiers("a"))
+    assert same is not None
+    assert torch.equal(same.slices[0].state["row"], torch.arange(4.0) + 1)
+    assert torch.equal(same.slices[0].state["square"], torch.eye(4) + 1)
+    with pytest.raises(CheckpointError, match="ownership='parameter'"):
+        recover([SliceNeed("w", (8, 4), 0, 0, 8)], nodes.tiers("a"))
+
+
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+def test_every_dtype_survives(dtype: torch.dtype) -> None:
+    values = (torch.arange(24).reshape(2, 3, 4) % 2).to(dtype)
+    piece = SliceContent(
+        parameter="p", unit=0, shape=(2, 3, 4), dim=1, start=0, stop=3, weight=values
+    )
+    content = CheckpointContent(
+        id=CheckpointId(1), global_rank=0, world_size=1, num_layers=1, slices=(piece,)
+    )
+    nodes = Nodes(["a"], remote=False)
+    save_all(nodes, ["a"], [content])
+    recovered = recover([SliceNeed("p", (2, 3, 4), 1, 1, 3)], nodes.tiers("a"))
     assert recovered is not None
-    assert "own disk" in str(recovered.report)
+    found = recovered.slices[0].weight
+    assert found.dtype == dtype
+    assert torch.equal(found.to(torch.float32), values[:, 1:].to(torch.float32))
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> list[str]:
+    nodes = range(draw(st.integers(1, 6)))
+    return [f"n{node}" for node in nodes for _ in range(draw(st.integers(1, 4)))]
+
+
+@given(node_of_rank=clusters(), replicas=st.integers(1, 4), data=st.data())
+def test_copies_go_to_distinct_other_nodes_that_stay_and_follow(
+    node_of_rank: list[str], replicas: int, data: st.DataObject
+) -> None:
+    """And so only neighbours that are lost together lose something."""
+    nodes = sorted(set(node_of_rank))
+    leaving = data.draw(st.sets(st.sampled_from(nodes)))
+    for rank, targets in enumerate(
+        place_replicas(node_of_rank, replicas=replicas, leaving=leaving)
+    ):
+        own, places = node_of_rank[rank], [node_of_rank[target] for target in targets]
+        index = nodes.index(own)
+        able = [n for n in (*nodes[index + 1 :], *nodes[:index]) if n not in leaving]
+        assert places == able[: max(1, replicas - 1) if own in leaving else replicas - 1]

@@ -6,8 +6,6 @@ import pytest
 
 from lightning_hetero.checkpoint import (
     CheckpointId,
-    Tier,
-    TierKind,
     begin_run,
     recover,
 )
@@ -18,13 +16,14 @@ from tests.checkpoint.states import (
     Nodes,
     assert_is_state,
     contents,
+    disk,
     needs_of,
     recover_all,
     save_all,
 )
 
 
-def test_parts_of_two_attempts_at_one_step_never_mix() -> None:
+def test_parts_of_two_attempts_at_one_step_never_mix_nor_those_of_other_numbers_of_ranks() -> None:
     plan, size = PLANS["tp 2"]
     nodes = Nodes(["a", "b"], remote=False)
     save_all(nodes, ["a", "b"], contents(2, plan, size))
@@ -39,6 +38,14 @@ def test_parts_of_two_attempts_at_one_step_never_mix() -> None:
     needs = [needs_of(rank, plan, size) for rank in range(size)]
     with pytest.raises(CheckpointError, match="step 4"):
         recover_all(nodes, ["a", "b"], needs, step=4)
+    two, three = Nodes(["a"], remote=False), Nodes(["a"], remote=False)
+    save_all(two, ["a", "a"], contents(6, plan, 2))
+    save_all(three, ["a", "a", "a"], contents(6, PLANS["dp 3"][0], 3))
+    store = MemoryStore()
+    store.files = {n: x for n, x in three.disk["a"].files.items() if "00000." not in n}
+    store.files |= {n: x for n, x in two.disk["a"].files.items() if "00001." not in n}
+    with pytest.raises(CheckpointError, match="none is complete"):
+        recover([], [disk(store)])
 
 
 def test_what_is_saved_while_a_place_cannot_be_read_is_newer_than_what_is_there() -> None:
@@ -125,19 +132,6 @@ def test_what_was_only_in_the_memory_of_a_lost_node_keeps_no_run_from_beginning_
     assert begin_run(nodes.tiers("a"), node="a") == replace(run, attempt=1)
 
 
-def test_parts_of_saves_by_different_numbers_of_ranks_are_never_put_together() -> None:
-    two, three = Nodes(["a"], remote=False), Nodes(["a"], remote=False)
-    save_all(two, ["a", "a"], contents(6, PLANS["tp 2"][0], 2))
-    save_all(three, ["a", "a", "a"], contents(6, PLANS["dp 3"][0], 3))
-    store = MemoryStore()
-    store.files = dict(three.disk["a"].files)
-    for name in [name for name in store.files if "00000." in name]:
-        del store.files[name]
-    store.files |= {name: x for name, x in two.disk["a"].files.items() if "00001." not in name}
-    with pytest.raises(CheckpointError, match="none is complete"):
-        recover([], [Tier(kind=TierKind.DISK, store=store)])
-
-
 def test_another_runs_checkpoints_are_never_gone_on_from() -> None:
     plan, size = PLANS["one device"]
     needs = needs_of(0, plan, size)
@@ -164,22 +158,6 @@ def test_another_runs_checkpoints_are_never_gone_on_from() -> None:
         old.run[-12:],
         new.run[-12:],
     }
-
-
-def test_attempts_count_what_is_broken_too() -> None:
-    plan, size = PLANS["one device"]
-    nodes = Nodes(["a"], remote=False)
-    save_all(nodes, ["a"], contents(2, plan, size))
-    save_all(nodes, ["a"], contents(4, plan, size, attempt=7))
-    needs = needs_of(0, plan, size)
-    for store in (nodes.memory["a"], nodes.disk["a"]):
-        for name in [name for name in store.files if name.startswith("step-000000000004")]:
-            if name.endswith("part-00000.json"):
-                store.files[name] = store.files[name][:40]
-    recovered = recover(needs, nodes.tiers("a"), node="a")
-    assert_is_state(recovered, needs, 2)
-    assert recovered is not None
-    assert begin_run(nodes.tiers("a"), recovered=recovered, node="a") == CheckpointId(0, 8)
 
 
 def test_where_the_name_of_the_run_is_torn_nothing_is_started() -> None:

@@ -10,7 +10,6 @@ import torch
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     Peers,
-    RetryingStore,
     Store,
     Tier,
     TierKind,
@@ -20,7 +19,7 @@ from lightning_hetero.checkpoint import (
 from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
-from tests.checkpoint.stand_ins import FaultyStore, MemoryStore, Throttle, ThrottledStore
+from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     PLANS,
     TWO,
@@ -33,9 +32,6 @@ from tests.checkpoint.states import (
 )
 
 PLAN, SIZE = PLANS["one device"]
-
-
-FULL = OSError(28, "No space left on device")
 
 
 def down(verb: str, name: str) -> None:
@@ -53,33 +49,6 @@ def recover_two(stores: Sequence[Store], step: int) -> None:
     )
     for rank in range(2):
         assert_is_state(results[rank], needs[rank], step)
-
-
-def test_a_tier_that_failed_on_one_rank_is_neither_confirmed_nor_pruned_on_any() -> None:
-    stores = [MemoryStore(), MemoryStore()]
-
-    def before(verb: str, name: str) -> None:
-        # From step 3 on, whichever rank comes to it first; the marker of 21 bytes still fits.
-        if verb == "write" and int(name.split("-")[1]) >= 3 and not name.endswith("confirmed"):
-            raise FULL
-
-    def save(rank: int, peers: Peers) -> None:
-        tiers = [
-            Tier(kind=TierKind.MEMORY, store=MemoryStore(), keep=1),
-            disk((stores[0], FaultyStore(stores[1], before))[rank], keep=1),
-        ]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
-        for step in range(1, 6):
-            # Complete in memory all the time.
-            writer.save(contents(step, TWO, 2)[rank]).wait_until_confirmed(20)
-        with pytest.raises(CheckpointError, match=r"has step 5.*since step 2.*No space left"):
-            writer.close()
-
-    run_ranks(2, save)
-    recover_two(stores, 2)
-    steps = [sorted({int(name.split("-")[1]) for name in store.files}) for store in stores]
-    # What is torn doesn't pile up: the newest try may be there, where it was written.
-    assert steps == [[2, 5], [2]]
 
 
 def test_what_no_own_tier_has_from_all_ranks_is_told_on_all_and_the_remote_still_gets_it() -> None:
@@ -132,23 +101,6 @@ def test_training_ends_on_all_ranks_only_when_no_lasting_place_takes_any_for_too
             writer.close()
 
     run_ranks(2, save)
-
-
-def test_a_failing_remote_never_ends_training_while_a_disk_takes_all() -> None:
-    local = MemoryStore()
-    flaky = RetryingStore(FaultyStore(MemoryStore(), down), attempts=3, pause_s=0.0)
-    writer = CheckpointWriter(
-        [disk(local), Tier(kind=TierKind.REMOTE, store=flaky)],
-        options=WriterOptions(lasting_within_s=0.0),
-    )
-    for step in (1, 2, 3):
-        saved = writer.save(contents(step, PLAN, SIZE)[0])
-        saved.wait_until_confirmed(20)
-        with pytest.raises(CheckpointError, match=r"3 attempts.*500"):
-            saved.wait_until_uploaded(20)
-    writer.close()
-    needs = needs_of(0, PLAN, SIZE)
-    assert_is_state(recover(needs, [disk(local)]), needs, 3)
 
 
 def test_what_does_not_read_back_after_the_last_save_is_not_safe() -> None:
@@ -235,22 +187,6 @@ def test_storage_that_hangs_on_one_rank_costs_checkpoints_and_no_wait_for_ever()
 
     run_ranks(2, save)
     assert all(any(name.endswith("confirmed") for name in store.files) for store in stores)
-
-
-def test_no_rank_is_given_up_while_its_storage_moves() -> None:
-    """A rank whose storage is far slower than the ranks' own patience is waited for."""
-    stores: list[Store] = [MemoryStore(), ThrottledStore(MemoryStore(), Throttle(20_000.0))]
-
-    def save(rank: int, peers: Peers) -> None:
-        options = WriterOptions(stall_s=1.0)
-        tiers = [disk(stores[rank])]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers, options=options)
-        writer.save(contents(1, TWO, 2)[rank]).wait_until_confirmed(60)
-        writer.close()
-
-    # No exchange may take longer than this, though the write takes about a second.
-    run_ranks(2, save, timeout_s=0.7)
-    recover_two(stores, 1)
 
 
 def test_a_copy_that_is_corrupt_at_its_source_is_not_spread() -> None:

@@ -1,5 +1,6 @@
 import contextlib
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,6 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import LinkTimes, Profile
-from lightning_hetero.simulator import ProfileCost, simulate
 from tests.core.cluster_files import text_of
 from tests.processes import ProcessPool
 
@@ -37,38 +37,36 @@ def words(tmp_path, monkeypatch):
     return f"profile --model tiny.yaml --output p.json {options}".split()
 
 
-def test_a_measured_profile_serves_simulate(words, capsys):
-    assert main(words) == 0
+CORE = DeviceSpec(
+    name="core",
+    peak_flops_per_s=1e10,
+    memory_bytes=2**30,
+    memory_bytes_per_s=1e10,
+    intra_node_bytes_per_s=1e9,
+)
+
+
+def test_a_measured_profile_serves_simulate_with_its_messages_and_plan_with_its_device(
+    words, capsys
+):
+    assert main([*words]) == 0
     assert "written to p.json" in capsys.readouterr().out
-    core = DeviceSpec(
-        name="core",
-        peak_flops_per_s=1e10,
-        memory_bytes=2**30,
-        memory_bytes_per_s=1e10,
-        intra_node_bytes_per_s=1e9,
-    )
-    cluster = Cluster(nodes=(Node(device="core", count=2),), devices=(core,))
+    cluster = Cluster(nodes=(Node(device="core", count=1),) * 2, devices=(CORE,))
     Path("c.yaml").write_text(text_of(cluster))
     ParallelPlan.even(world_size=2, num_layers=4, num_stages=2).save("plan.json")
-    arguments = "simulate plan.json --cluster c.yaml --model tiny.yaml --profile p.json"
-    batch = "--sequence-length 16 --global-batch-size 4"
-    assert main(f"{arguments} {batch}".split()) == 0
-    assert "limited by" in capsys.readouterr().out
-
-
-def test_a_profile_brings_what_the_planner_needs_of_its_device(words, capsys):
-    assert main([*words, "--device-name", "mycpu"]) == 0
-    with open("c.yaml", "w", encoding="utf-8") as file:
-        file.write("nodes: [{device: mycpu, count: 2}]")
-    batch = "--sequence-length 16 --global-batch-size 4"
-    assert main(f"plan --cluster c.yaml --model tiny.yaml --profile p.json {batch}".split()) == 0
-    assert "2 × mycpu" in capsys.readouterr().out
-    assert main(f"plan --cluster c.yaml --model tiny.yaml {batch}".split()) == 2
-    assert "Unknown device 'mycpu'" in capsys.readouterr().err
-
-
-def test_profiles_of_two_device_types_merge_into_one_file(words):
-    assert main(words) == 0
+    slow = LinkTimes(bytes_per_s=1e3, latency_s=1.0)
+    dataclasses.replace(Profile.load("p.json"), between_nodes=slow).save("slow.json")
+    batch = "--cluster c.yaml --model tiny.yaml --sequence-length 16 --global-batch-size 4"
+    seconds = []
+    for file in ("p.json", "slow.json"):
+        assert main(f"simulate plan.json {batch} --profile {file} --json".split()) == 0
+        seconds.append(json.loads(capsys.readouterr().out)["iteration_time_s"])
+    assert seconds[1] > seconds[0] + 4.0
+    Path("c.yaml").write_text("nodes: [{device: core, count: 2}]")
+    assert main(f"plan {batch} --profile p.json".split()) == 0
+    assert "2 × core" in capsys.readouterr().out
+    assert main(f"plan {batch}".split()) == 2
+    assert "Unknown device 'core'" in capsys.readouterr().err
     assert main([*words, "--device-name", "other", "--merge", "p.json"]) == 0
     assert [device.device for device in Profile.load("p.json").devices] == ["core", "other"]
 
@@ -121,24 +119,3 @@ def test_torchruns_ranks_write_one_profile_with_messages(words, tmp_path, pool: 
     written = Profile.load(tmp_path / "0" / "p.json")
     assert written.devices[0].inside_node is not None, "both ranks are on this machine"
     assert written.between_nodes is None
-
-
-def test_plans_count_with_measured_messages(words):
-    assert main(words) == 0
-    spec = DeviceSpec(
-        name="core",
-        peak_flops_per_s=1e10,
-        memory_bytes=2**30,
-        memory_bytes_per_s=1e10,
-        intra_node_bytes_per_s=1e9,
-    )
-    cluster = Cluster(nodes=(Node(device="core", count=1),) * 2, devices=(spec,))
-    Path("c.yaml").write_text(text_of(cluster))
-    ParallelPlan.even(world_size=2, num_layers=4, num_stages=2).save("plan.json")
-    slow = LinkTimes(bytes_per_s=1e3, latency_s=1.0)
-    dataclasses.replace(Profile.load("p.json"), between_nodes=slow).save("slow.json")
-    seconds = []
-    for file in ("p.json", "slow.json"):
-        cost = ProfileCost(Cluster.load("c.yaml"), Profile.load(file).model, Profile.load(file))
-        seconds.append(simulate(ParallelPlan.load("plan.json"), cost, [[(16,)] * 4]))
-    assert seconds[1].iteration_time_s > seconds[0].iteration_time_s + 4.0

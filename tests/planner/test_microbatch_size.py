@@ -24,7 +24,7 @@ def test_no_other_size_is_faster(length):
     workload = Workload(sequence_length=length, global_batch_size=batch)
     found = plan_best_size(RooflineCost(cluster, model), workload)
     times = {}
-    for size in (1, 2, 4, 8, 16):
+    for size in (1, 4, 16):
         sized = Workload(
             sequence_length=length, global_batch_size=batch, sequences_per_microbatch=size
         )
@@ -33,7 +33,7 @@ def test_no_other_size_is_faster(length):
     assert found.lower_bound_s <= min(times.values())
 
 
-def test_of_nodes_that_cost_nothing_the_size_is_the_fastest():
+def test_of_nodes_that_cost_nothing_size_and_plan_are_the_fastest():
     nodes = (
         Node(device="A100-80GB", count=2, price_per_hour=0.0),
         Node(device="T4", count=1, price_per_hour=1.0),
@@ -80,7 +80,7 @@ def test_the_same_plan_is_found_in_every_process():
             text=True,
             check=True,
         ).stdout
-        for seed in ("1", "2", "3")
+        for seed in ("1", "2")
     }
     assert len(found) == 1
 
@@ -88,8 +88,9 @@ def test_the_same_plan_is_found_in_every_process():
 def test_a_deep_pipeline_and_a_lone_device_take_micro_batches_of_unequal_sizes():
     cost = RooflineCost(tiny_cluster((70, 4, 1.5), (989, 1, 80), bytes_per_s=100e9), tiny_model(8))
     workload = Workload(sequence_length=128, global_batch_size=256, sequences_per_microbatch=16)
-    uniform = plan(cost.cluster, cost.model, workload, cost=cost)
-    found = plan_best_size(cost, workload)
+    options = PlanningOptions(thorough=False)
+    uniform = plan(cost.cluster, cost.model, workload, options, cost=cost)
+    found = plan_best_size(cost, workload, options, sizes=(2, 16))
     pipelines = found.best.plan.pipelines
     assert sum(p.num_microbatches * p.microbatch_size for p in pipelines) == 256
     assert len({p.microbatch_size for p in pipelines}) == 2
@@ -109,13 +110,12 @@ def test_unequal_sizes_for_cost_give_no_state_to_a_node_that_would_have_to_be_pa
     prices = (0.0, 1.0, 1000.0)
     nodes = [replace(n, price_per_hour=p) for n, p in zip(cluster.nodes, prices, strict=True)]
     cost = RooflineCost(replace(cluster, nodes=tuple(nodes)), tiny_model(8))
-    workload = Workload(sequence_length=128, global_batch_size=256, sequences_per_microbatch=16)
-    options = PlanningOptions(objective=Objective.COST)
-    uniform = plan(cost.cluster, cost.model, workload, options, cost=cost)
-    found = plan_best_size(cost, workload, options)
-    assert found.best is not uniform.best
-    assert found.best.plan.owner_shares[5] == 0
-    assert found.best.price_per_hour == 1
+    workload = Workload(sequence_length=128, global_batch_size=256)
+    options = PlanningOptions(objective=Objective.COST, thorough=False)
+    best = plan_best_size(cost, workload, options, sizes=(2, 16)).best
+    assert {pipeline.microbatch_size for pipeline in best.plan.pipelines} == {2, 16}
+    assert best.plan.owner_shares[5] == 0
+    assert best.price_per_hour == 1
 
 
 def test_a_model_that_fits_nowhere_with_any_size_is_refused():

@@ -8,18 +8,12 @@ from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask
-from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
-from lightning_hetero.planner.scheduled import (
-    Scheduled,
-    _problem,
-    rank_scheduled,
-    simulate_scheduled,
-)
-from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
+from lightning_hetero.planner.result import PlanningResult
+from lightning_hetero.planner.scheduled import Scheduled, _problem, simulate_scheduled
+from lightning_hetero.planner.workload import PlanningOptions, Workload
 from lightning_hetero.schedules import Schedule
-from lightning_hetero.simulator import RooflineCost, StateLayout, simulate
+from lightning_hetero.simulator import RooflineCost, StateLayout
 
 SAMPLE = (512,)
 
@@ -41,6 +35,7 @@ def test_no_schedule_is_slower_than_1f1b_or_needs_memory_there_is_not(
     found = scheduled(schedule, bytes_per_s=bytes_per_s)
     assert found.simulation.iteration_time_s <= found.usual.iteration_time_s
     assert found.simulation.fits
+    assert any(found.orders) == schedule.is_solved or bytes_per_s != 1.25e9
 
 
 def test_stages_run_ahead_over_slow_links() -> None:
@@ -51,37 +46,6 @@ def test_stages_run_ahead_over_slow_links() -> None:
     assert orders is not None
     assert any(action.kind is ActionKind.WEIGHT for action in orders[0])
     assert "less than 1F1B" in str(deep)
-
-
-def test_1f1b_solves_nothing() -> None:
-    found = scheduled(Schedule.ONE_F_ONE_B, bytes_per_s=1.25e9)
-    assert found.orders == (None,)
-    assert found.simulation is found.usual
-
-
-def test_halves_of_stages_there_and_back_are_tried() -> None:
-    cluster = Cluster(nodes=(Node(device="A100-80GB", count=4),))
-    model = ModelSpec.load("llama-7b")
-    cost = RooflineCost(cluster, model)
-    plan = ParallelPlan.even(world_size=4, num_layers=model.num_layers, num_stages=4)
-    plan = replace(plan, pipelines=(replace(plan.pipelines[0], num_microbatches=8),))
-    workload = Workload(global_batch_size=8, sequence_length=2048)
-    usual = simulate(plan, cost, [[workload.microbatch] * 8])
-    result = PlanningResult(
-        candidates=(PlannedCandidate(plan=plan, simulation=usual, price_per_hour=None),),
-        workload=workload,
-        lower_bound_s=0.5,
-        lower_bound_price=None,
-        objective=Objective.THROUGHPUT,
-        num_estimated=1,
-        num_simulated=1,
-    )
-    ranked, found = rank_scheduled(result, cost, Schedule.DEEP)
-    (pipeline,) = ranked.best.plan.pipelines
-    assert pipeline.workers == (0, 1, 2, 3, 3, 2, 1, 0)
-    deep = simulate_scheduled(plan, cost, [[workload.microbatch] * 8], Schedule.DEEP)
-    assert found.simulation.iteration_time_s < 0.95 * deep.simulation.iteration_time_s
-    assert found.simulation.fits
 
 
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.AUTO])
@@ -103,21 +67,7 @@ def test_a_runs_plan_is_judged_under_the_schedule_that_it_runs(schedule: Schedul
     seconds = [item.best.simulation.iteration_time_s for item in (found, usual)]
     assert (seconds[0] < 0.95 * seconds[1]) == schedule.is_solved
     assert any(p.has_chunks for p in found.best.plan.pipelines) == schedule.is_solved
-
-
-def test_estimates_see_all_layers_of_ranks_with_chunks_in_one_stage() -> None:
-    parts = [([1], 0, 2, 1), ([0, 2], 2, 5, 2), ([1], 5, 6, None), ([0, 2], 6, 9, 1)]
-    stages = [
-        {"ranks": ranks, "layers": [start, stop], "recomputed_layers": count}
-        for ranks, start, stop, count in parts
-    ]
-    pipeline = ParallelPlan.from_dict({"pipelines": [{"stages": stages}]}).pipelines[0]
-    found = without_chunks(pipeline)
-    assert [(s.ranks, s.layers, s.recomputed_layers) for s in found.stages] == [
-        ((1,), range(3), 1),
-        ((0, 2), range(3, 9), 3),
-    ]
-    assert without_chunks(found) is found
+    assert found.best.simulation.fits
 
 
 def test_what_ranks_with_chunks_own_takes_their_memory_once() -> None:

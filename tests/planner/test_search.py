@@ -9,7 +9,7 @@ import pytest
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanningError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
 from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
 from lightning_hetero.simulator import ProfileCost, RooflineCost, StateLayout
@@ -69,36 +69,6 @@ def test_search_is_within_1_percent_of_all_plans(nodes, num_layers, num_microbat
     assert_within_1_percent_of_all_plans(cluster, tiny_model(num_layers), workload)
 
 
-def test_search_is_within_1_percent_of_all_plans_without_recomputation_and_shares():
-    cluster = tiny_cluster((100, 1, 3.5), (200, 1, 5), (989, 1, 3.5), bytes_per_s=12e9)
-    model, workload = tiny_model(5), Workload(sequence_length=2048, global_batch_size=6)
-    cost, every = RooflineCost(cluster, model), every_plan(cluster, model, 6)
-    best = min(time_of(candidate, cost, workload.microbatch) for candidate in every)
-    found = plan(cluster, model, workload).best.simulation.iteration_time_s
-    assert found <= best * 1.01 < float("inf")
-
-
-def test_fast_devices_come_first_in_all_pipelines_at_once_where_that_is_faster():
-    # Turning one pipeline round alone would send its gradients to another node.
-    cluster = Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="H20-96GB", count=4)))
-    workload = Workload(sequence_length=512, global_batch_size=1024, sequences_per_microbatch=8)
-    model = ModelSpec.load("bert-large")
-    cost = RooflineCost(cluster, model, layout=StateLayout.replicated())
-    found = plan(cluster, model, workload, cost=cost).best.simulation.iteration_time_s
-    for order in ((0, 4), (4, 0)):
-        pipelines = [
-            [StagePlan(ranks=(order[0] + i,), layers=range(16)),
-             StagePlan(ranks=(order[1] + i,), layers=range(16, 24))]
-            for i in range(4)
-        ]  # fmt: skip
-        turned = ParallelPlan(
-            pipelines=tuple(
-                PipelinePlan(stages=tuple(stages), num_microbatches=32) for stages in pipelines
-            )
-        )
-        assert found <= time_of(turned, cost, workload.microbatch)
-
-
 # Those of the first 20 for which all plans take a few seconds.
 @pytest.mark.parametrize("seed", sorted({*range(20)} - {3, 11, 14}))
 def test_search_is_within_1_percent_of_all_plans_up_to_6_devices(seed):
@@ -131,7 +101,10 @@ def mixed():
 
 
 def test_the_plan_is_valid_fits_and_runs_all_micro_batches(mixed):
-    result, _ = mixed
+    result, shares = mixed
+    assert shares == sorted(shares)
+    assert shares[-1] == 1.0
+    assert len(set(shares)) >= 4
     cost = RooflineCost(MIXED, LLAMA)
     for candidate in result.candidates:
         candidate.plan.check_world_size(MIXED.num_ranks)
@@ -148,11 +121,6 @@ def test_the_plan_is_valid_fits_and_runs_all_micro_batches(mixed):
     assert 0.0 < result.lower_bound_s <= times[0]
 
 
-def test_the_same_arguments_give_the_same_plan(mixed):
-    first, second = mixed[0], plan(MIXED, LLAMA, WORK)
-    assert [c.plan for c in first.candidates] == [c.plan for c in second.candidates]
-
-
 def test_unequal_micro_batches_are_faster_than_equal_ones_on_unequal_devices(mixed):
     free = mixed[0].best
     options = PlanningOptions(equal_microbatches=True, thorough=False)
@@ -164,31 +132,14 @@ def test_unequal_micro_batches_are_faster_than_equal_ones_on_unequal_devices(mix
 
 def test_a_plan_for_cost_is_cheaper_and_no_faster(mixed):
     fast = mixed[0].best
-    cheap = plan(MIXED, LLAMA, WORK, PlanningOptions(objective=Objective.COST, thorough=False)).best
+    options = PlanningOptions(objective=Objective.COST, tp_degrees=(1, 2), thorough=False)
+    cheap = plan(MIXED, LLAMA, WORK, options).best
     assert cheap.money_per_token(WORK.num_tokens) <= fast.money_per_token(WORK.num_tokens)
     assert cheap.simulation.iteration_time_s >= fast.simulation.iteration_time_s
     assert len(cheap.plan.ranks) < len(fast.plan.ranks)
 
 
-def test_of_nodes_that_cost_nothing_the_fastest_are_used():
-    cluster = tiny_cluster((70, 1, 80), (989, 1, 80), (500, 1, 80))
-    prices = (0.0, 0.0, 1.0)
-    nodes = [replace(n, price_per_hour=p) for n, p in zip(cluster.nodes, prices, strict=True)]
-    cost = RooflineCost(replace(cluster, nodes=tuple(nodes)), tiny_model(4))
-    workload = Workload(sequence_length=512, global_batch_size=8)
-    options = PlanningOptions(objective=Objective.COST)
-    found = plan(cost.cluster, cost.model, workload, options, cost=cost)
-    free = replace(cost.cluster, nodes=tuple(nodes[:2]))
-    fastest = plan(free, cost.model, workload)
-    assert found.best.price_per_hour == 0
-    assert found.best.plan == fastest.best.plan
-
-
-def test_progress_rises_to_one(mixed):
-    _, shares = mixed
-    assert shares == sorted(shares)
-    assert shares[-1] == 1.0
-    assert len(set(shares)) >= 4
+SIZES = {"sequence_length": 64, "global_batch_size": 16, "sequences_per_microbatch": 2}
 
 
 @pytest.mark.parametrize(
@@ -196,8 +147,11 @@ def test_progress_rises_to_one(mixed):
     [
         ({"tp_degrees": (16,)}, "largest node has 4"),
         ({"tp_degrees": (3,)}, "doesn't divide the 32 heads"),
-        ({"tp_degrees": ()}, "tp_degrees"),
-        ({"num_candidates": 0}, "num_candidates"),
+        ({"tp_degrees": ()}, r"tp_degrees are \(\); give one or more"),
+        ({"tp_degrees": 2}, "tp_degrees are 2; give one or more"),
+        ({"tp_degrees": (1, 1.5)}, r"A degree of tp_degrees is 1\.5"),
+        ({"num_candidates": 0}, "num_candidates is 0"),
+        ({"objective": "speed"}, "is 'speed'; it must be 'throughput' or 'cost'"),
     ],
 )
 def test_options_that_cannot_be_met_are_refused(options, message):
@@ -205,27 +159,21 @@ def test_options_that_cannot_be_met_are_refused(options, message):
         plan(MIXED, LLAMA, WORK, PlanningOptions(**options))
 
 
-def test_degrees_above_the_key_heads_are_planned():
-    few = replace(LLAMA, num_kv_heads=1)
-    options = PlanningOptions(tp_degrees=(4,), num_candidates=1)
-    found = plan(MIXED, few, WORK, options).candidates[0].plan
-    assert {stage.tp_degree for _, _, stage in found.iter_stages()} == {4}
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_whole_numbers_and_micro_batches_divide_the_batch(name):
+    for value in (0, 1.5, "64", True, None):
+        with pytest.raises(PlanningError, match=f"{name} is .*; it must be a whole number, 1 or"):
+            Workload(**SIZES | {name: value})
+    with pytest.raises(PlanningError, match="Choose a divisor"):
+        Workload(**SIZES | {"sequences_per_microbatch": 5})
 
 
-def test_a_model_that_fits_nowhere_says_how_much_is_missing():
+def test_a_model_that_fits_nowhere_and_a_missing_price_are_refused():
     with pytest.raises(PlanningError, match=r"fits nowhere.*GiB.*Add devices"):
         plan(MIXED, ModelSpec.load("llama-70b"), WORK)
-
-
-def test_planning_for_cost_needs_prices():
-    cluster = Cluster(nodes=(Node(device="A100-80GB", count=2),))
+    free = Cluster(nodes=(Node(device="A100-80GB", count=2),))
     with pytest.raises(PlanningError, match="price_per_hour"):
-        plan(cluster, LLAMA, WORK, PlanningOptions(objective=Objective.COST))
-
-
-def test_a_batch_that_micro_batches_do_not_divide_is_refused():
-    with pytest.raises(PlanningError, match="Choose a divisor"):
-        Workload(sequence_length=1, global_batch_size=5, sequences_per_microbatch=2)
+        plan(free, LLAMA, WORK, PlanningOptions(objective="cost"))
 
 
 def test_cost_is_within_1_percent_of_all_plans_and_its_bound_holds():
@@ -245,51 +193,32 @@ def test_cost_is_within_1_percent_of_all_plans_and_its_bound_holds():
     assert result.gap == pytest.approx(price(result.best.plan) / result.lower_bound_price - 1)
 
 
-def profile_of(model, *devices):
-    """Return a profile of (device, seconds per layer, TP degrees)."""
-    return Profile(
+def test_only_the_tp_degrees_of_the_profile_are_planned():
+    nodes = [Node(device=name, count=2) for name in ("A100-80GB", "H800-80GB")]
+    model = replace(ModelSpec.load("gpt-neo-2.7b"), num_kv_heads=1)  # Degrees may exceed them.
+    workload = Workload(sequence_length=2048, global_batch_size=16)
+    times = {
+        degree: BlockTimes(tp_degree=degree, lengths=(2048,), blocks={1: (0.02, 0.04)})
+        for degree in (2, 4)
+    }
+    profile = Profile(
         model=model,
-        devices=tuple(
-            DeviceProfile(
-                device=name,
-                times=tuple(
-                    BlockTimes(
-                        tp_degree=degree,
-                        lengths=(2048,),
-                        blocks={1: (seconds / degree, 2 * seconds / degree)},
-                    )
-                    for degree in degrees
-                ),
-            )
-            for name, seconds, degrees in devices
+        devices=(
+            DeviceProfile(device="A100-80GB", times=(times[2], times[4])),
+            DeviceProfile(device="H800-80GB", times=(times[2],)),
         ),
         versions={},
         date=datetime.datetime.now(datetime.UTC),
     )
 
+    def best(counts):
+        sized = [replace(node, count=n) for node, n in zip(nodes, counts, strict=True)]
+        cluster = Cluster(nodes=tuple(sized))
+        return plan(cluster, model, workload, cost=ProfileCost(cluster, model, profile)).best.plan
 
-@pytest.mark.parametrize("counts", [(2, 2), (8, 4)])
-def test_only_the_tp_degrees_of_the_profile_are_planned(counts):
-    cluster = Cluster(
-        nodes=(
-            Node(device="A100-80GB", count=counts[0]),
-            Node(device="H800-80GB", count=counts[1]),
-        )
-    )
-    model = ModelSpec.load("gpt-neo-2.7b")
-    profile = profile_of(model, ("A100-80GB", 0.02, (2, 4)), ("H800-80GB", 0.01, (2,)))
-    workload = Workload(sequence_length=2048, global_batch_size=16)
-    result = plan(cluster, model, workload, cost=ProfileCost(cluster, model, profile))
-    assert {stage.tp_degree for _, _, stage in result.best.plan.iter_stages()} == {2}
-
-
-def test_a_profile_without_any_usable_tp_degree_is_refused():
-    cluster = Cluster(nodes=(Node(device="A100-80GB", count=1),))
-    model = ModelSpec.load("gpt-neo-2.7b")
-    cost = ProfileCost(cluster, model, profile_of(model, ("A100-80GB", 0.02, (2,))))
-    workload = Workload(sequence_length=2048, global_batch_size=16)
+    assert {stage.tp_degree for _, _, stage in best((4, 4)).iter_stages()} == {2}
     with pytest.raises(ProfileError, match="TP degrees"):
-        plan(cluster, model, workload, cost=cost)
+        best((1, 1))
 
 
 def test_stages_have_a_degree_each_where_that_is_faster_than_one_for_all():
@@ -299,7 +228,7 @@ def test_stages_have_a_degree_each_where_that_is_faster_than_one_for_all():
     workload = Workload(sequence_length=2048, global_batch_size=8)
 
     def best(tp_degrees):
-        options = PlanningOptions(tp_degrees=tp_degrees, num_candidates=1, thorough=False)
+        options = PlanningOptions(tp_degrees=tp_degrees, thorough=False)
         cost = RooflineCost(cluster, model, layout=FP16)
         return plan(cluster, model, workload, options, cost=cost)
 
@@ -317,6 +246,7 @@ def test_no_plan_is_worse_than_the_one_that_runs(mixed):
     running = replace(
         running, pipelines=tuple(replace(p, num_microbatches=8) for p in running.pipelines)
     )
+    options = PlanningOptions(tp_degrees=(4,), thorough=False)  # Few plans, all of them slower.
     for start in (running, mixed[0].best.plan):
-        found = plan(MIXED, LLAMA, WORK, cost=cost, start=start).best.simulation
+        found = plan(MIXED, LLAMA, WORK, options, cost=cost, start=start).best.simulation
         assert found.iteration_time_s <= time_of(start, cost, WORK.microbatch)

@@ -1,33 +1,30 @@
 """No operation that the runtime really issues blocks under NCCL's rules.
 
 NCCL isn't here to block. So gloo runs record what each rank issues and waits for, from the first
-message of a fit to the last one of a test, and the checker executes that.
+message of a fit to the last one of a test, and `find_block` executes that.
 """
 
-import re
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
 
 from lightning_hetero import ParallelPlan
-from lightning_hetero.runtime.stage.messages import LENGTHS_BYTES
+from tests.core.sample_plans import random_plan
 from tests.processes import ProcessPool
-from tests.rendezvous.checker import RendezvousError, check_rendezvous
 from tests.rendezvous.operations import (
     CONTROL,
     EXCHANGE,
-    HEADERS,
     STAGES,
+    Lists,
     Operation,
     OperationKind,
+    Transfer,
+    find_block,
 )
-from tests.rendezvous.recorder import REST
-from tests.rendezvous.runs import Found, Job, record, record_with_streams
-from tests.rendezvous.stepwise import runs_through
-from tests.rendezvous.test_checker import Lists, assert_found, swapped
+from tests.rendezvous.runs import Job, record, record_with_streams
 from tests.runtime.runs import pipeline, plan_of, stage
 
 pytestmark = pytest.mark.dist
@@ -35,6 +32,17 @@ pytestmark = pytest.mark.dist
 
 def plans(*found: dict[str, Any]) -> tuple[ParallelPlan, ...]:
     return tuple(map(ParallelPlan.from_dict, found))
+
+
+def random_plans(count: int, num_layers: int, world_size: int) -> Iterator[ParallelPlan]:
+    rng = Random(5)
+    while count:
+        plan, size = random_plan(
+            rng, max_ranks=world_size, max_layers=num_layers, degrees=(1, 2), has_chunks=True
+        )
+        if (size, plan.num_layers) == (world_size, num_layers):
+            count -= 1
+            yield replace(plan, owner_shares=None, host_owners=())
 
 
 UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
@@ -84,6 +92,13 @@ JOBS = {
         world_size=3,
         options={"tp_plan": TP_PLAN, "ownership": "even"},
     ),
+    "random plans": Job(
+        plans=tuple(random_plans(6, num_layers=4, world_size=4)),
+        world_size=4,
+        num_layers=4,
+        num_iterations=6,
+        options={"tp_plan": TP_PLAN},
+    ),
     "collectives": Job(
         plans=plans(EQUAL, TWO_AND_ONE, UNEQUAL),
         world_size=3,
@@ -93,63 +108,12 @@ JOBS = {
 
 
 @pytest.fixture(scope="module")
-def recorded(pool: ProcessPool) -> dict[str, list[Found]]:
-    return {name: pool.run(record, job.world_size, job) for name, job in JOBS.items()}
+def recorded(pool: ProcessPool) -> dict[str, Lists]:
+    return {name: dict(enumerate(pool.run(record, j.world_size, j))) for name, j in JOBS.items()}
 
 
-def lists_of(found: Sequence[Found]) -> Lists:
-    return {rank: item.operations for rank, item in enumerate(found)}
-
-
-@pytest.mark.parametrize("name", JOBS)
-def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
-    lists = lists_of(recorded[name])
-    check_rendezvous(lists)
-    assert runs_through(lists)
-    job = JOBS[name]
-    for rank, items in lists.items():
-        queues = {item.communicator for item in items}
-        assert {EXCHANGE, CONTROL} <= queues
-        assert any(queue.startswith(STAGES) for queue in queues) == any(
-            (place := plan.place(rank)) is not None
-            and plan.pipelines[place.pipeline_index].num_stages > 1
-            for plan in job.plans
-        )
-    assert runs_in_one_queue(lists)
-    shared = {
-        item.ranks
-        for items in lists.values()
-        for item in items
-        if item.ranks and not item.communicator.startswith(EXCHANGE)
-    }
-    shared.discard(tuple(range(job.world_size)))
-    groups = {s.ranks for plan in job.plans for _, _, s in plan.iter_stages() if s.tp_degree > 1}
-    assert shared == {tuple(sorted(ranks)) for ranks in groups}
-
-
-@pytest.mark.parametrize("has_streams", [False, True])
-def test_both_legs_of_a_push_by_node_never_block_under_the_rules_of_nccl(pool, has_streams):
-    """Whether second legs follow all first ones, or each its own, as where nobody waits for it."""
-    plan = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (3, 0, 2, 1)))
-    job = Job(plans=plans(plan), world_size=4, nodes="abab", options={"exchange": "by-node"})
-    found = pool.run(record_with_streams if has_streams else record, 4, job)
-    lists = lists_of(found)
-    check_rendezvous(lists)
-    assert runs_through(lists)
-    assert runs_in_one_queue(lists)
-    for rank, near in enumerate(("[0, 2]", "[1, 3]") * 2):
-        legs = [
-            item.communicator
-            for item in found[rank].iterations[-1]
-            if item.label.startswith("all_to_all")
-        ]
-        num_units, both = len(legs) // 2, [f"{EXCHANGE} {near}", EXCHANGE]
-        assert num_units > 1
-        assert legs == (both * num_units if has_streams else sorted(both * num_units, reverse=True))
-
-
-def runs_in_one_queue(lists: Lists) -> bool:
-    """Return whether pulls and pushes run through if a rank runs one at a time, whatever the group.
+def in_one_queue(lists: Lists) -> Lists:
+    """Return the lists where a rank runs one pull or push at a time, whatever the group.
 
     So many kernels of communicators can be on a device that one has to wait for another.
     """
@@ -162,113 +126,110 @@ def runs_in_one_queue(lists: Lists) -> bool:
                 last, item = position, replace(item, waits_for=before)
             waiting.append(item)
         queued[rank] = tuple(waiting)
-    check_rendezvous(queued)
-    return runs_through(queued)
-
-
-Message = tuple[int, int, int]
-
-
-def messages_of(items: Sequence[Operation]) -> dict[str, list[list[Message]]]:
-    """Return by communicator the groups of messages in the order issued."""
-    queues: dict[str, list[list[Message]]] = defaultdict(list)
-    parts: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for item in items:
-        for x in item.transfers if item.communicator.endswith(REST) else ():
-            parts[x.source, x.destination].append(x.num_bytes)
-    rests = {ends: iter(sizes) for ends, sizes in parts.items()}
-    for item in items:
-        # What ranks agree on travels beside the headers, and behind all actions.
-        is_agreed = item.communicator == CONTROL and not re.search(r" [FB]\d", item.label)
-        if item.kind is OperationKind.TRANSFER and not is_agreed:
-            if item.communicator.endswith(REST):
-                continue
-            found = sorted((x.source, x.destination, x.num_bytes) for x in item.transfers)
-            # Headers of pieces have a queue of their own beside what all ranks agree on.
-            name = CONTROL if item.communicator.startswith(HEADERS) else item.communicator
-            # On a new link what doesn't fit into buffers follows, which the model leaves out.
-            (source, destination, num_bytes), *_ = found
-            if num_bytes == LENGTHS_BYTES and name.startswith((STAGES, CONTROL)):
-                found = [(source, destination, num_bytes + next(rests[source, destination]))]
-            queues[name].append(found)
-    return dict(queues)
+    return queued
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_an_iteration_issues_the_messages_of_its_model(recorded, name):
-    for found in recorded[name]:
-        assert len(found.iterations) == len(found.expected) == JOBS[name].num_iterations
-        for issued, expected in zip(found.iterations, found.expected, strict=True):
-            assert messages_of(issued) == messages_of(expected)
-            assert collectives_of(issued) == collectives_of(expected)
-
-
-def collectives_of(items: Sequence[Operation]) -> list[tuple[str, str, tuple[int, ...]]]:
-    """Return pulls and pushes of units by collectives, in the order issued."""
-    return [
-        (
-            item.communicator,
-            re.sub(r"^(all|reduce)_\S+ |\.post|of unit ", "", item.label),
-            item.ranks,
+def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
+    lists, job = recorded[name], JOBS[name]
+    assert find_block(lists) == ""
+    assert find_block(in_one_queue(lists)) == ""
+    for rank, items in lists.items():
+        queues = {item.communicator for item in items}
+        assert {EXCHANGE, CONTROL} <= queues
+        assert any(queue.startswith(STAGES) for queue in queues) == any(
+            (place := plan.place(rank)) is not None
+            and len({s.ranks for s in plan.pipelines[place.pipeline_index].stages}) > 1
+            for plan in job.plans
         )
+    shared = {
+        item.ranks
+        for items in lists.values()
         for item in items
-        if item.kind is OperationKind.COLLECTIVE and item.communicator.startswith(EXCHANGE)
-    ]
+        if item.ranks and not item.communicator.startswith(EXCHANGE)
+    }
+    shared.discard(tuple(range(job.world_size)))
+    groups = {s.ranks for plan in job.plans for _, _, s in plan.iter_stages() if s.tp_degree > 1}
+    assert shared == {tuple(sorted(ranks)) for ranks in groups if len(ranks) < job.world_size}
 
 
-def test_pieces_of_another_size_in_a_recorded_collective_are_found(recorded):
-    lists = lists_of(recorded["collectives"])
-    items = list(lists[1])
-    place = next(i for i, x in enumerate(items) if x.transfers and "all_to_all" in x.label)
-    first = items[place].transfers[0]
-    larger = replace(first, num_bytes=first.num_bytes + 4)
-    items[place] = replace(items[place], transfers=(larger, *items[place].transfers[1:]))
-    assert_found(lists | {1: tuple(items)}, "all_to_all_single", f"of {first.num_bytes} bytes")
-
-
-def test_each_unit_is_one_collective_each_way_and_no_iteration_makes_a_group(recorded):
-    job = JOBS["collectives"]
-    for found in recorded["collectives"]:
-        for issued in found.iterations:
-            together = collectives_of(issued)
-            assert len(set(together)) == len(together) <= 2 * (job.num_layers + 2)
-            names = {item.communicator.split(" ")[0] for item in issued if item.communicator}
-            assert names <= {EXCHANGE, STAGES, CONTROL}
-            assert not any(x.transfers for x in issued if x.label.startswith("batch_isend"))
-
-
-def test_what_ranks_agree_on_goes_up_a_tree_and_is_broadcast(recorded):
-    for found in recorded["unequal pipelines"]:
-        # Objects travelled in earlier iterations, as there was something new to tell.
-        control = [item for item in found.iterations[-1] if item.communicator == CONTROL]
-        assert control[-1].label.startswith("broadcast")
-        assert all(item.transfers for item in control[:-1])
-        assert 1 <= len(control[:-1]) <= 2
+@pytest.mark.parametrize("has_streams", [False, True])
+def test_both_legs_of_a_push_by_node_never_block_under_the_rules_of_nccl(pool, has_streams):
+    """Whether second legs follow all first ones, or each its own, as where nobody waits for it."""
+    plan = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (3, 0, 2, 1)))
+    job = Job(plans=plans(plan), world_size=4, nodes="abab", options={"exchange": "by-node"})
+    found = pool.run(record_with_streams if has_streams else record, 4, job)
+    lists = dict(enumerate(found))
+    assert find_block(lists) == ""
+    assert find_block(in_one_queue(lists)) == ""
+    for rank, near in enumerate(("[0, 2]", "[1, 3]") * 2):
+        legs = [i.communicator for i in found[rank] if i.label.startswith("all_to_all")]
+        legs = legs[-len(legs) // job.num_iterations :]
+        num_units, both = len(legs) // 2, [f"{EXCHANGE} {near}", EXCHANGE]
+        assert num_units > 1
+        assert legs == (both * num_units if has_streams else sorted(both * num_units, reverse=True))
 
 
 def test_an_order_that_is_wrong_on_one_rank_is_found_though_gloo_takes_it(pool):
     job = replace(JOBS["unequal pipelines"], num_iterations=1, swaps_pulls=1)
-    assert_found(lists_of(pool.run(record, 3, job)), "rank 1", "'pull.post 0'", "'pull.post 1'")
-
-
-def test_wrong_orders_planted_in_a_recorded_run_are_found(recorded):
-    lists = lists_of(recorded["unequal pipelines"])
-    labels = [item.label for item in lists[0]]
-    pull, push = (labels.index(f"batch_isend_irecv {what}.post 1") for what in ("pull", "push"))
-    assert_found(lists | {0: swapped(lists[0], pull, push)}, "'push.post 1'", "'pull.post 1'")
-    first, second = [
-        position for position, item in enumerate(lists[2]) if item.communicator.startswith(STAGES)
-    ][:2]
-    assert_found(lists | {2: swapped(lists[2], first, second)}, "'F0'", "'F1'")
+    found = find_block(dict(enumerate(pool.run(record, 3, job))))
+    assert all(part in found for part in ("rank 1", "'pull.post 0'", "'pull.post 1'")), found
 
 
 def test_one_communicator_for_both_directions_of_a_pipeline_would_block(recorded):
+    """A stage posts receives ahead of what it sends: its sends would wait behind them."""
     lists = {
         rank: tuple(
             replace(item, communicator="both") if item.communicator.startswith(STAGES) else item
             for item in items
         )
-        for rank, items in lists_of(recorded["changes of plan"]).items()
+        for rank, items in recorded["changes of plan"].items()
     }
-    with pytest.raises(RendezvousError, match="'both'"):
-        check_rendezvous(lists)
+    assert "'both'" in find_block(lists)
+
+
+def move(*transfers: tuple[int, int], tag: str = "x", num_bytes: int = 4) -> Operation:
+    """Return a transfer of the given (source, destination) pairs on the exchange communicator."""
+    members = tuple(Transfer(a, b, num_bytes, tag) for a, b in transfers)
+    label = f"move {tag}"
+    return Operation(
+        kind=OperationKind.TRANSFER, label=label, communicator=EXCHANGE, transfers=members
+    )
+
+
+def collective(label: str, ranks: tuple[int, ...] = (0, 1), **more: Any) -> Operation:
+    return Operation(
+        kind=OperationKind.COLLECTIVE, label=label, communicator=label, ranks=ranks, **more
+    )
+
+
+THERE, BACK = move((0, 1), tag="there", num_bytes=24), move((1, 0), tag="back")
+APART = replace(BACK, communicator="backward")
+BOTH = replace(THERE, transfers=THERE.transfers + BACK.transfers)
+A, B, C = (move(pair, tag=str(pair)) for pair in [(0, 1), (1, 2), (2, 0)])
+END = collective("end")
+WAIT = Operation(kind=OperationKind.COMPUTE, label="F0", waits_for=(0,))
+
+
+@pytest.mark.parametrize(
+    ("lists", "said"),
+    [
+        ([(BACK, THERE), (THERE, BACK)], "rank 0 operation 0 (move back on 'exchange'); rank 1"),
+        ([(THERE, BACK), (BACK, THERE)], "rank 0 operation 0 (move there on 'exchange'); rank 1"),
+        ([(C, A), (A, B), (B, C)], "rank 2 operation 0"),
+        ([(APART, WAIT, THERE), (THERE, WAIT, APART)], "(move back on 'backward')"),
+        ([(THERE, A), (THERE,)], "wait for ever: rank 0 operation 1"),
+        ([(), (THERE,)], "wait for ever: rank 1 operation 0"),
+        ([(THERE,), (move((0, 1), tag="there"),)], "num_bytes=24"),
+        ([(END,), ()], "rank 0 operation 0 (end on 'end')"),
+        ([(END,), (replace(END, num_bytes=8),)], "These differ: rank 0 operation 0"),
+        ([(collective("a"), collective("b")), (collective("b"), collective("a"))], "rank 1"),
+        ([(BACK, THERE), (BACK, THERE)], ""),
+        ([(BOTH,), (BOTH,)], ""),
+        ([(APART, THERE), (THERE, APART)], ""),
+        ([(END,), (END,)], ""),
+    ],
+)
+def test_what_blocks_is_found_and_nothing_else(lists: list[Sequence[Operation]], said: str) -> None:
+    found = find_block(dict(enumerate(lists)))
+    assert (said in found) if said else (found == "")

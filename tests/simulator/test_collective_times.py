@@ -22,9 +22,7 @@ from lightning_hetero.simulator import (
 from lightning_hetero.simulator.exchange import ExchangeTable
 from lightning_hetero.simulator.exchange import exchange_of as exchange_table_of
 from lightning_hetero.simulator.unit_times import Holders, UnitTimes
-from tests.core.cluster_files import text_of
-from tests.simulator.closed_form import table_of
-from tests.simulator.test_exchange import MODEL, costs, plans
+from tests.simulator.test_exchange import MODEL, costs, plans, table_of
 
 KINDS = st.sampled_from([ExchangeKind.AUTO, ExchangeKind.COLLECTIVES, ExchangeKind.REDUCE_SCATTER])
 CPU = replace(KNOWN_DEVICES["A100-40GB"], name="cpu", is_cpu=True)
@@ -121,13 +119,6 @@ def test_auto_takes_as_long_as_what_the_runtime_uses_on_that_backend(device, num
         )
     ]
     assert iterations[0] == iterations[1]
-
-
-def test_a_cluster_with_any_cpu_communicates_by_gloo():
-    nodes = (Node(device="A100-40GB", count=1), Node(device="cpu", count=1))
-    assert Cluster(nodes=nodes, devices=(CPU,)).backend == "gloo"
-    text = text_of(Cluster(nodes=nodes, devices=(CPU,)))
-    assert Cluster.from_yaml(text).backend == "gloo"
 
 
 @pytest.mark.parametrize(

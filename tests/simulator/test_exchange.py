@@ -14,8 +14,7 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.simulator import RooflineCost, StateLayout
 from lightning_hetero.simulator.exchange import ExchangeTable, exchange_of
-from lightning_hetero.simulator.unit_times import cut_segments
-from tests.simulator.closed_form import table_of
+from lightning_hetero.simulator.unit_times import Holders
 
 NUM_LAYERS = 6
 MODEL = ModelSpec(
@@ -29,6 +28,11 @@ MODEL = ModelSpec(
     gated_mlp=True,
     tied_embeddings=False,
 )
+
+
+def table_of(plan: ParallelPlan, cost: RooflineCost) -> ExchangeTable:
+    """Return the table of a plan's pipelines, each by itself."""
+    return ExchangeTable([Holders.of([pipeline]) for pipeline in plan.pipelines], cost)
 
 
 @st.composite
@@ -66,24 +70,6 @@ def costs(draw, *, overlap: bool = True) -> RooflineCost:
         inter_node_latency_s=2e-4,
     )
     return RooflineCost(cluster, MODEL, layout=StateLayout(overlap=overlap))
-
-
-@given(plans(), costs())
-@settings(max_examples=60)
-def test_segments_cover_every_pipelines_layers_once_from_last_to_first(plan, cost):
-    segments = cut_segments([[len(s.layers) for s in p.stages] for p in plan.pipelines], cost.model)
-    assert not segments[0].is_layers
-    assert not segments[-1].is_layers
-    for index, pipeline in enumerate(plan.pipelines):
-        held = [0] * pipeline.num_stages
-        order = []
-        for segment in segments[1:-1]:
-            held[segment.stages[index]] += segment.num_units
-            order.append(segment.stages[index])
-        assert held == [len(stage.layers) for stage in pipeline.stages]
-        assert order == sorted(order, reverse=True)
-        assert segments[0].stages[index] == pipeline.num_stages - 1
-        assert segments[-1].stages[index] == 0
 
 
 @given(plans(), costs())
@@ -142,6 +128,8 @@ def walk_pushes(
     for number, (segment, push) in enumerate(zip(table.segments, table.push_s, strict=True)):
         for _ in range(segment.num_units):
             layer -= segment.is_layers
+            for pipeline, s in zip(plan.pipelines, segment.stages, strict=True):
+                assert max(0, min(layer, NUM_LAYERS - 1)) in pipeline.stages[s].layers
             ready = {}
             for p, pipeline in enumerate(plan.pipelines):
                 s = segment.stages[p]
@@ -157,6 +145,7 @@ def walk_pushes(
         for p, s in enumerate(segment.stages):
             last = max(sent[q][segment.stages[q]] for q in ready)
             received[p][s] = max(received[p][s], last)
+    assert layer == 0, "every layer is pushed once"
     return [
         [max(a, b, c) for a, b, c in zip(*rows, strict=True)]
         for rows in zip(sent, received, ends, strict=True)
@@ -175,24 +164,6 @@ def test_queues_end_when_walking_every_layer_says(plan, cost, data):
     walked = walk_pushes(plan, table, ends, spans, has_work)
     for row, expected in zip(table.push_end_s(ends, spans, has_work), walked, strict=True):
         assert row == pytest.approx(expected)
-
-
-@given(plans(), costs())
-@settings(max_examples=40)
-def test_no_stage_starts_before_its_first_layer_was_pulled_nor_later_than_all(plan, cost):
-    table = table_of(plan, cost)
-    forwards = [[0.01] * p.num_stages for p in plan.pipelines]
-    starts = table.pull_start_s(forwards)
-    for index, row in enumerate(starts):
-        for stage, start in enumerate(row):
-            pulls = [
-                (segment.num_units, pull[index])
-                for segment, pull in zip(table.segments, table.pull_s, strict=True)
-                if segment.stages[index] == stage
-            ]
-            total = sum(units * seconds for units, seconds in pulls)
-            assert pulls[-1][1] - 1e-12 <= start <= total + 1e-12
-            assert start + 0.01 >= total
 
 
 def test_with_standbys_memory_and_pushes_count_both_copies_and_pulls_one():

@@ -1,6 +1,5 @@
 """Laws of the simulator: exact times where they can be derived, monotonicity, memory, errors."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,7 +23,6 @@ from lightning_hetero.simulator import (
     split_batch,
 )
 from lightning_hetero.simulator.memory import in_flight_tokens
-from tests.simulator.closed_form import iteration_time_closed_form
 
 FREE = 1e30  # bytes/s: a link that costs nothing
 
@@ -111,7 +109,6 @@ def speed_cost(num_ranks: int, num_layers: int, **options: float) -> LinearCost:
     return cost
 
 
-stage_counts = st.integers(1, 5)
 layer_splits = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 
 
@@ -123,108 +120,29 @@ def test_uniform_1f1b_without_communication_takes_exactly_p_minus_1_plus_m_slots
     assert simulation.stage_busy == ((pytest.approx(m / (p - 1 + m)),) * p,)
 
 
-@given(
-    layer_splits | st.builds(lambda size, count: [size] * count, st.integers(1, 4), stage_counts),
-    st.integers(1, 10),
-)
-def test_closed_form_bounds_the_simulation_and_equals_it_for_equal_stages(layers, m):
-    cost = LinearCost(cluster_of(len(layers)), model_of(sum(layers)))
-    plan, batches = plan_of(layers), [[(3, 2)] * m]
-    simulated = simulate(plan, cost, batches).iteration_time_s
-    closed = iteration_time_closed_form(plan, cost, batches)
-    assert simulated <= closed * (1 + 1e-9)
-    assert simulated >= max(15 * sum(layers), 15 * m * max(layers)) * (1 - 1e-9)
-    if len(set(layers)) == 1:
-        assert simulated == pytest.approx(closed)
-
-
-@given(layer_splits, st.lists(st.integers(1, 20), min_size=1, max_size=8))
-def test_the_busiest_stage_and_the_longest_passage_are_lower_bounds(layers, lengths):
-    cost = speed_cost(len(layers), sum(layers))
-    simulation = simulate(plan_of(layers), cost, [[(length,) for length in lengths]])
-    stage_s = [3 * count * sum(lengths) / (1 if s % 2 else 2) for s, count in enumerate(layers)]
-    passage_s = sum(seconds * max(lengths) / sum(lengths) for seconds in stage_s)
-    assert simulation.iteration_time_s >= max(*stage_s, passage_s) * (1 - 1e-9)
-
-
-@given(layer_splits, st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
-def test_a_faster_device_never_slows_an_iteration(layers, lengths, data):
-    num_ranks, batches = len(layers), [[(length,) for length in lengths]]
-    upgraded = data.draw(st.integers(0, num_ranks - 1))
-    names = ["slow"] * num_ranks
-    times = []
-    for _ in range(2):
-        cluster = Cluster(
-            nodes=tuple(Node(device=name, count=1) for name in names),
-            inter_node_bytes_per_s=FREE,
-            devices=(spec("slow", 1.0), spec("fast", 2.0)),
-        )
-        cost = LinearCost(cluster, model_of(sum(layers)))
-        cost.by_speed = True
-        times.append(simulate(plan_of(layers), cost, batches).iteration_time_s)
-        names[upgraded] = "fast"
-    assert times[1] <= times[0] * (1 + 1e-9)
-
-
-@given(layer_splits, layer_splits, st.integers(1, 6), st.floats(1e3, 1e6))
-@settings(max_examples=50)
-def test_a_slower_network_never_speeds_an_iteration_up(first, second, m, rate):
+@given(layer_splits, st.booleans(), st.integers(1, 6), st.floats(1e3, 1e6), st.data())
+@settings(max_examples=80)
+def test_slower_networks_and_devices_never_speed_an_iteration_up(first, is_deep, m, rate, data):
     layers = sum(first)
-    splits = (first, [layers]) if len(second) == 1 else (first, [1] * layers)
+    splits = first, [1] * layers if is_deep else [layers]
     num_ranks = sum(map(len, splits))
-    times = []
-    for bytes_per_s in (rate, rate / 2):
-        cost = speed_cost(num_ranks, layers, inter_bytes_per_s=bytes_per_s)
-        batches = [[(7,)] * m, [(7,)] * m]
-        times.append(simulate(plan_of(*splits), cost, batches).iteration_time_s)
-    assert times[1] >= times[0] * (1 - 1e-9)
+    slower = data.draw(st.integers(0, num_ranks - 1))
 
+    def seconds(bytes_per_s: float, fast: Sequence[int]) -> float:
+        cluster = cluster_of(num_ranks, inter_bytes_per_s=bytes_per_s)
+        nodes = tuple(Node(device="fast" if r in fast else "slow", count=1) for r in ranks)
+        cost = LinearCost(replace(cluster, nodes=nodes), model_of(layers))
+        cost.by_speed = True
+        return simulate(plan_of(*splits), cost, [[(7,)] * m] * 2).iteration_time_s
 
-def test_messages_queue_on_their_link_while_stages_compute():
-    # 8 tokens of 8 bf16 values at 16 B/s: 8 s a message; stages compute 8 + 16 s a micro-batch.
-    cost = LinearCost(cluster_of(2, inter_bytes_per_s=16.0), model_of(2))
-    simulation = simulate(plan_of([1, 1]), cost, [[(8,)] * 2], record_events=True)
-    spans = {
-        (e.kind, e.stage_index, e.microbatch_index): (e.start_s, e.end_s)
-        for e in simulation.events
-        if e.kind in ("F", "B", "SF", "SB")
-    }
-    assert spans["SF", 0, 0] == (8, 16)
-    assert spans["F", 0, 1] == (8, 16)
-    assert spans["SF", 0, 1] == (16, 24)
-    assert spans["F", 1, 0] == (16, 24)
-    assert spans["B", 1, 0] == (24, 40)
-    assert spans["SB", 1, 0] == (40, 48)
-    assert spans["B", 0, 0] == (48, 64)
-
-
-def test_blocking_messages_keep_both_ends_from_computing():
-    layout = StateLayout.replicated(blocking_messages=True)
-    cost = LinearCost(cluster_of(2, inter_bytes_per_s=16.0), model_of(2), layout=layout)
-    simulation = simulate(plan_of([1, 1]), cost, [[(8,)] * 2], record_events=True)
-    starts = {(e.kind, e.stage_index, e.microbatch_index): e.start_s for e in simulation.events}
-    assert starts["F", 0, 1] == 16  # sent 8-16
-    assert starts["F", 1, 0] == 16
-    assert starts["B", 1, 0] == 24
-    assert starts["F", 1, 1] == 56  # sends 40-48, then receives 48-56
-
-
-def test_push_ends_when_the_last_holder_has_sent_a_stage_worth_of_gradients():
-    # Two replicas of one stage: each sends half of its gradients and receives as much.
-    model = model_of(3)
-    layout = StateLayout(overlap=False)
-    rate = 100.0
-    cost = LinearCost(cluster_of(2, inter_bytes_per_s=rate), model, layout=layout)
-    simulation = simulate(plan_of([3], [3]), cost, [[(5,)], [(5,)]])
-    params = 3 * model.params_per_layer + model.embedding_params + model.head_params
-    move_s = params * 2 / 2 / rate
-    compute_s = 3 * 5 * 3
-    # Pulls overlap with the forward's 15 s, but for what the first layer needs and cannot hide.
-    pulled = simulation.iteration_time_s - move_s - compute_s
-    assert move_s - 15 <= pulled <= move_s
+    ranks = range(num_ranks)
+    usual_s = seconds(rate, ranks)
+    assert seconds(rate / 2, ranks) >= usual_s * (1 - 1e-9)
+    assert seconds(rate, [rank for rank in ranks if rank != slower]) >= usual_s * (1 - 1e-9)
 
 
 def test_overlapped_push_hides_behind_the_last_backward():
+    # Two replicas of one stage: each sends half of its gradients and receives as much.
     model = model_of(4)
     # All pushes take 1.2 s of the last backward's 40 s.
     params = 4 * model.params_per_layer + model.embedding_params + model.head_params
@@ -237,27 +155,6 @@ def test_overlapped_push_hides_behind_the_last_backward():
     # The first layer and the embedding are ready only when the backward ends.
     exposed_s = (model.params_per_layer + model.embedding_params) / rate
     assert times[False] - times[True] == pytest.approx(1.2 - exposed_s)
-
-
-def test_replicated_states_are_all_reduced_and_nothing_is_pulled():
-    model = model_of(2)
-    rate = 50.0
-    layout = StateLayout.replicated()
-    cost = LinearCost(cluster_of(3, inter_bytes_per_s=rate), model, layout=layout)
-    simulation = simulate(plan_of([2], [2], [2]), cost, [[(5,)]] * 3)
-    params = 2 * model.params_per_layer + model.embedding_params + model.head_params
-    ring_s = 2 * 2 / 3 * params * 2 / rate
-    assert simulation.iteration_time_s == pytest.approx(2 * 5 * 3 + ring_s)
-
-
-def test_a_pipeline_without_work_neither_computes_nor_sends_but_receives():
-    cost = speed_cost(4, 2, inter_bytes_per_s=1e4)
-    plan = plan_of([1, 1], [1, 1])
-    simulation = simulate(plan, cost, [[(5,)] * 3, []], record_events=True)
-    assert simulation.stage_busy[1] == (0.0, 0.0)
-    last_backward_s = max(event.end_s for event in simulation.events if event.kind == "B")
-    assert simulation.iteration_time_s > last_backward_s
-    assert math.isfinite(simulation.iteration_time_s)
 
 
 @given(st.integers(1, 6), st.lists(st.integers(1, 9), min_size=1, max_size=10))
@@ -301,43 +198,19 @@ def test_orders_say_what_runs_and_what_is_held():
         simulate(plan, cost, [batches[:2]], orders=[lists])
 
 
-def test_recording_events_changes_nothing():
-    cost = RooflineCost(
-        Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="H800-80GB", count=4))),
-        ModelSpec.load("bert-large"),
-    )
-    plan = ParallelPlan.even(world_size=8, num_layers=24, num_stages=4)
-    batches = split_batch(plan, global_batch_size=13, sequence_length=512)
-    plain, recorded = (
-        simulate(plan, cost, batches, record_events=record) for record in (False, True)
-    )
-    assert plain.iteration_time_s == recorded.iteration_time_s
-    assert not plain.events
-    computed = [e for e in recorded.events if e.kind in ("F", "B")]
-    assert len(computed) == 13 * 4 * 2
-    for pipeline in range(2):
-        for stage in range(4):
-            lane = [e for e in computed if (e.pipeline_index, e.stage_index) == (pipeline, stage)]
-            ends = [0.0, *(e.end_s for e in lane)]
-            assert all(e.start_s >= end for e, end in zip(lane, ends, strict=False))
-
-
 def test_split_batch_takes_the_plans_numbers_and_shares_the_rest():
     two = plan_of([2], [2])
     assert [len(b) for b in split_batch(two, global_batch_size=5, sequence_length=8)] == [3, 2]
-    fixed = ParallelPlan(
-        pipelines=(
-            PipelinePlan(stages=two.pipelines[0].stages, num_microbatches=4),
-            two.pipelines[1],
-        )
-    )
+
+    def numbered(*numbers: dict[str, int]) -> ParallelPlan:
+        pairs = zip(two.pipelines, numbers, strict=True)
+        return replace(two, pipelines=tuple(replace(p, **number) for p, number in pairs))
+
+    fixed = numbered({"num_microbatches": 4}, {})
     batches = split_batch(fixed, global_batch_size=10, sequence_length=8, microbatch_size=2)
     assert batches == [[(8, 8)] * 4, [(8, 8)]]
-    sized = ParallelPlan(
-        pipelines=tuple(
-            replace(pipeline, num_microbatches=count, microbatch_size=size)
-            for pipeline, count, size in zip(two.pipelines, (3, 4), (2, 1), strict=True)
-        )
+    sized = numbered(
+        {"num_microbatches": 3, "microbatch_size": 2}, {"num_microbatches": 4, "microbatch_size": 1}
     )
     batches = split_batch(sized, global_batch_size=20, sequence_length=8, microbatch_size=2)
     assert batches == [[(8,) * 4] * 3, [(8, 8)] * 4]
@@ -347,36 +220,30 @@ def test_split_batch_takes_the_plans_numbers_and_shares_the_rest():
         split_batch(fixed, global_batch_size=5, sequence_length=8, microbatch_size=2)
 
 
-def test_plans_that_belong_to_another_model_cluster_or_batch_are_refused():
-    cost = LinearCost(cluster_of(2), model_of(4))
-    with pytest.raises(PlanError, match="1 pipelines but the plan has 2"):
-        simulate(plan_of([4], [4]), cost, [[(5,)]])
-    with pytest.raises(PlanError, match="some work"):
-        simulate(plan_of([4]), cost, [[]])
-    with pytest.raises(PlanError, match="3 layers but the model has 4"):
-        simulate(plan_of([3]), cost, [[(5,)]])
-    with pytest.raises(PlanError, match="rank 2 but the cluster has 2"):
-        simulate(plan_of([2, 1, 1]), cost, [[(5,)]])
+@pytest.mark.parametrize(
+    ("splits", "batches", "message"),
+    [
+        (([4], [4]), [[(5,)]], "1 pipelines but the plan has 2"),
+        (([4],), [[]], "some work"),
+        (([3],), [[(5,)]], "3 layers but the model has 4"),
+        (([2, 1, 1],), [[(5,)]], "rank 2 but the cluster has 2"),
+    ],
+)
+def test_plans_that_belong_to_another_model_cluster_or_batch_are_refused(splits, batches, message):
+    with pytest.raises(PlanError, match=message):
+        simulate(plan_of(*splits), LinearCost(cluster_of(2), model_of(4)), batches)
 
 
 def test_pipelines_that_run_alike_take_as_long_as_each_by_itself():
     cluster = Cluster(nodes=(Node(device="A100-80GB", count=4), Node(device="T4", count=4)))
     model = ModelSpec.load("bert-large")
-    pipelines = [(0, 4), (1, 5), (2, 6), (3,), (7,)]
-    layers = {1: [24], 2: [18, 6]}
-    plan = ParallelPlan(
-        pipelines=tuple(
-            PipelinePlan(
-                stages=tuple(
-                    StagePlan(
-                        ranks=(rank,), layers=pipeline_of(0, layers[len(ranks)]).stages[s].layers
-                    )
-                    for s, rank in enumerate(ranks)
-                )
-            )
-            for ranks in pipelines
-        )
-    )
+    rows = [[(0, 0, 18), (4, 18, 24)], [(1, 0, 18), (5, 18, 24)], [(2, 0, 18), (6, 18, 24)]]
+    rows += [[(3, 0, 24)], [(7, 0, 24)]]
+    pipelines = [
+        {"stages": [{"ranks": [rank], "layers": [start, stop]} for rank, start, stop in row]}
+        for row in rows
+    ]
+    plan = ParallelPlan.from_dict({"pipelines": pipelines})
     batches = [[(512,)] * count for count in (8, 8, 7, 12, 3)]
     # The same schedule as a list of actions, so that the first pipeline isn't like the second.
     lists = [schedule_1f1b(stage_index=s, num_stages=2, num_microbatches=8) for s in range(2)]

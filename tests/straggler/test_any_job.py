@@ -238,10 +238,18 @@ def test_one_process_is_recorded_until_stopped_by_its_largest_optimizer(tmp_path
     optimizers = [torch.optim.AdamW(torch.nn.Linear(n, n).parameters()) for n in (2, 8)]
     with straggler.record(tmp_path) as recording:
         for _ in range(5):
-            for optimizer in optimizers:
+            for optimizer in (*optimizers, optimizers[0]):
                 optimizer.step()
     optimizers[1].step()
     assert len(recording.path.read_text().splitlines()) == 4
     recording.stop()
     with pytest.raises(ConfigurationError, match="Can't make the folder"):
         straggler.record(recording.path / "records")
+
+
+def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path):
+    (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    with straggler.record(tmp_path):
+        for _ in range(3):
+            optimizer.step()

@@ -15,11 +15,10 @@ from lightning_hetero.cli import main
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.straggler.replay import Replay
 from lightning_hetero.straggler.traces import Layout, OperationTrace, read_operations
-from lightning_hetero.straggler.what_if import Explanation, answer, explain
+from lightning_hetero.straggler.what_if import answer, explain
 from tests.straggler.emulated import Planted
 
 DATA = Path(__file__).parents[3] / "shared/data/straggler-traces"
-NOTHING = Planted()
 SHAPES = [(4, 4), (2, 2), (8, 2), (3, 6)]
 CAUSES = {
     "stage": ("heavy_last", lambda rng: rng.uniform(1.3, 1.8)),
@@ -30,23 +29,23 @@ CAUSES = {
 }
 
 
-def explained(run: Planted) -> Explanation:
+def explained(run):
     return explain(OperationTrace.from_columns(run.columns()))
 
 
-def seconds(run: Planted) -> float:
+def seconds(run):
     columns = run.columns()
     end = columns["start_ts"] + columns["duration"]
     return float(np.mean([end[columns["step"] == s].max() for s in range(run.num_steps)]))
 
 
-def true_shares(run: Planted, names: tuple[str, ...]) -> dict[str, float]:
+def true_shares(run, names):
     """Return the planted causes' shares, by running the job again without and with only them.
 
     What is possible has neither causes nor noise.
     """
     fields = {name: CAUSES[name][0] for name in names}
-    nothing = {field: getattr(NOTHING, field) for field in fields.values()}
+    nothing = {field: getattr(Planted(), field) for field in fields.values()}
     clean = replace(run, **nothing, noise=0.0, speed_sd=0.0)
     full, least = seconds(run), seconds(clean)
     shares = {}
@@ -57,7 +56,7 @@ def true_shares(run: Planted, names: tuple[str, ...]) -> dict[str, float]:
     return shares
 
 
-def planted(seed: int, names: tuple[str, ...]) -> Planted:
+def planted(seed, names):
     rng = np.random.default_rng(seed)
     pipelines, stages = SHAPES[int(rng.integers(len(SHAPES)))]
     settings = {field: draw(rng) for field, draw in (CAUSES[name] for name in names)}
@@ -82,8 +81,7 @@ def test_the_planted_cause_is_named_first():
     for seed in range(20_000, 20_100):
         names = combinations[seed % len(combinations)]
         run = planted(seed, names)
-        found = explained(run)
-        truth = true_shares(run, names)
+        found, truth = explained(run), true_shares(run, names)
         shares = {cause.kind: cause.share for cause in found.causes}
         # Where two shares are nearly equal, either may come first.
         right += truth.get(found.causes[0].kind, 0.0) >= max(truth.values()) - 0.05
@@ -129,38 +127,29 @@ def test_a_replay_takes_as_long_as_the_run_also_where_a_barrier_is_not_recorded(
         assert replay.step_s(replay.own_s, gap_s) == pytest.approx(replay.observed_s(), rel=1e-3)
 
 
-def test_the_answer_says_what_to_do():
-    heavy = explained(Planted(heavy_last=1.6))
-    text = answer(heavy, Layout(layers=(8, 8, 8, 8)))
+def test_the_command_reads_compressed_json_lines_and_says_what_to_do(tmp_path, capsys):
+    text = answer(explained(Planted(heavy_last=1.6)), Layout(layers=(8, 8, 8, 8)))
     assert "the split into stages: stage 3" in text
     assert "move 2 layers from stage 3" in text
-    slow = explained(Planted(slow_rank=(5, 2.0)))
-    assert "replace node-b" in answer(slow, Layout(nodes={5: "node-b"}))
-
-
-def test_the_command_reads_compressed_json_lines_and_writes_the_shares(tmp_path, capsys):
     columns = Planted(slow_rank=(2, 2.0)).columns()
     rows = zip(*(values.tolist() for values in columns.values()), strict=True)
     lines = "\n".join(json.dumps(dict(zip(columns, row, strict=True))) for row in rows)
     trace, meta, shares = (tmp_path / name for name in ("t.jsonl.gz", "m.yaml", "s.json"))
     trace.write_bytes(gzip.compress(lines.encode()))
-    meta.write_text(yaml.dump({"dp_size": 4, "pp_size": 4, "tp_size": 2}))
+    meta.write_text(yaml.dump({"dp_size": 4, "tp_size": 2, "nodes": {2: "node-b"}}))
     command = ["stragglers", "explain", str(trace), "--layout", str(meta), "--json", str(shares)]
     assert main(command) == 0
-    assert "one of ranks 2 to 3, 1.9" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "one of ranks 2 to 3, 1.9" in output
+    assert "replace node-b" in output
     entry = json.loads(shares.read_text())
-    assert {"slowdown", "ideal_s", "actual_s", "causes"} <= entry.keys()
     assert {"kind", "which", "share"} <= entry["causes"][0].keys()
     assert entry["actual_s"] / entry["ideal_s"] == pytest.approx(entry["slowdown"])
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
-    [
-        ('{"step": 0}', "has no column rank"),
-        ("", "no column"),
-        ("nonsense", "Can't read"),
-    ],
+    [('{"step": 0}', "has no column rank"), ("", "no column"), ("nonsense", "Can't read")],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path, text, reason):
     path = tmp_path / "trace.jsonl"
@@ -179,12 +168,11 @@ def test_100_000_operations_are_replayed_within_two_seconds():
     replay = Replay.build(trace)
     replayed_s = replay.step_s(replay.own_s, replay.gap_s)
     assert time.process_time() - began < 2.0
-    assert len(trace) >= 100_000
     np.testing.assert_allclose(replayed_s, replay.observed_s(), rtol=0.03)
 
 
 @pytest.mark.skipif(not DATA.is_dir(), reason="needs the production job's trace")
-def test_a_production_job_is_explained_as_published(capsys):
+def test_a_production_job_is_explained_as_published():
     pytest.importorskip("pyarrow")
     found = explain(read_operations(DATA / "trace-AR.parquet"))
     assert found.slowdown == pytest.approx(46.34 / 23.48, rel=0.02)
@@ -192,6 +180,3 @@ def test_a_production_job_is_explained_as_published(capsys):
     ranks = [cause for cause in found.causes if cause.kind == "rank"]
     assert [cause.which for cause in ranks] == [0]
     assert ranks[0].share >= 0.95
-    trace, meta = (str(DATA / name) for name in ("trace-AR.parquet", "meta-AR.yaml"))
-    assert main(["stragglers", "explain", trace, "--layout", meta]) == 0
-    assert "one of ranks 0 to 3" in capsys.readouterr().out

@@ -111,8 +111,7 @@ def test_devices_and_links_are_compared_with_their_like_alone_and_the_worst_prob
 
 
 def report(rank: int, slowness: float = 1.0, waits_s=None) -> RankReport:
-    now = Observation(step=9, waits_s=waits_s or {})
-    return RankReport(global_rank=rank, slowness=slowness, pace=1.0, now=now)
+    return RankReport(global_rank=rank, slowness=slowness, pace=1.0, excess_wait_s=waits_s or {})
 
 
 def probes(device_s=(), p0_3=5.0, p1_2=5.0) -> Probes:

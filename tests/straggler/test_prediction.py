@@ -14,12 +14,11 @@ from lightning_hetero.exchange.owners import assign_owners
 from lightning_hetero.exchange.slices import Ownership, ParameterSpec
 from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.straggler import Finding, FindingKind, Mitigation
-from lightning_hetero.straggler.mitigation import WatchedPlans, find_mitigations
+from lightning_hetero.straggler.mitigation import find_mitigations, mitigation_of
 from lightning_hetero.straggler.prediction import (
     MeasuredRun,
     PlaceTimes,
     RunPrediction,
-    Slowness,
     move_ranks,
     true_causes,
 )
@@ -32,6 +31,12 @@ SPECS = [
 
 
 KINDS = (FindingKind.HOST, FindingKind.LINK)
+
+
+def slow(*items):
+    """Return findings of (rank or link, ratio)."""
+    ranks = [((which,) if isinstance(which, int) else which, ratio) for which, ratio in items]
+    return [Finding(kind=KINDS[len(r) - 1], ranks=r, ratio=ratio) for r, ratio in ranks]
 
 
 def even(num_stages: int, world_size: int = 4) -> ParallelPlan:
@@ -55,14 +60,11 @@ def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
 
 
 def mitigations_of(facts, slowness, plans=(), has_room=bool):
-    run = WatchedPlans(
-        plans=plans or (facts.plan,), model=RunPrediction(facts, slowness), has_room=has_room
-    )
-    return find_mitigations(run, slowness)
+    return find_mitigations(RunPrediction(facts, slowness), plans or (facts.plan,), has_room)
 
 
 def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
-    plan, slowness = even(1), Slowness(ranks={3: 1.9})
+    plan, slowness = even(1), slow((3, 1.9))
     model = RunPrediction(measured(plan), slowness)
     assert model.iteration_s(plan) == pytest.approx(10.0 + 8 * 0.9)
     balanced = model.balanced(plan)
@@ -77,7 +79,7 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
 
 
 def test_a_slow_gradient_link_is_left_by_both_its_ends():
-    plan, slowness = even(2), Slowness(links={(0, 2): 200.0})
+    plan, slowness = even(2), slow(((0, 2), 200.0))
     model = RunPrediction(measured(plan), slowness)
     (found,) = mitigations_of(measured(plan), slowness)
     assert found.mitigation is Mitigation.SWAP
@@ -94,17 +96,16 @@ def test_a_slow_gradient_link_is_left_by_both_its_ends():
 def test_a_swap_only_permutes_ranks_and_never_does_harm(num_stages, data):
     plan = even(num_stages)
     pairs = list(itertools.combinations(range(4), 2))
-    slow = Slowness(
-        ranks=data.draw(st.dictionaries(st.integers(0, 3), st.floats(1.1, 4.0), max_size=3)),
-        links=dict.fromkeys(data.draw(st.lists(st.sampled_from(pairs), max_size=2)), 50.0),
-    )
+    ranks = data.draw(st.dictionaries(st.integers(0, 3), st.floats(1.1, 4.0), max_size=3))
+    links = data.draw(st.lists(st.sampled_from(pairs), max_size=2, unique=True))
+    findings = slow(*ranks.items(), *((pair, 50.0) for pair in links))
     probe_s = dict(enumerate(data.draw(st.permutations([1.0, 1.0, 1.5, 2.0]))))
     facts = measured(plan, probe_s=probe_s)
     assert RunPrediction(facts).iteration_s(plan) == pytest.approx(10.0), "as was measured"
-    for found in mitigations_of(facts, slow):
+    for found in mitigations_of(facts, findings):
         (swapped,) = found.plans
         assert sorted(swapped.ranks) == sorted(plan.ranks)
-        assert found.iteration_s <= RunPrediction(facts, slow).iteration_s(plan)
+        assert found.iteration_s <= RunPrediction(facts, findings).iteration_s(plan)
 
 
 def cut_as(plan: ParallelPlan) -> list[list[int]]:
@@ -117,11 +118,11 @@ def test_stages_are_cut_anew_for_slow_ranks_and_for_what_the_last_stage_has_besi
     last = PlaceTimes(forward_s=0.3 + 0.3 * head_s, backward_s=0.7 + 0.7 * head_s)
     facts = measured(plan, places={0: PlaceTimes(forward_s=0.3, backward_s=0.7), 1: last})
     # A layer takes half a second.
-    for slow, rank in ((3.0, 0), (1.0, 0), (3.0, 1)):
-        slowness = Slowness(ranks={rank: slow} if slow > 1 else {})
+    for ratio, rank in ((3.0, 0), (1.0, 0), (3.0, 1)):
+        slowness = slow((rank, ratio)) if ratio > 1 else []
         model = RunPrediction(facts, slowness)
         cut = model.with_layers_moved(plan)
-        factors = (slow, 1.0) if rank == 0 else (1.0, slow)
+        factors = (ratio, 1.0) if rank == 0 else (1.0, ratio)
         times = [
             max(factors[0] * n / 2, factors[1] * ((NUM_LAYERS - n) / 2 + head_s))
             for n in range(1, NUM_LAYERS)
@@ -137,13 +138,13 @@ def test_stages_are_cut_anew_for_slow_ranks_and_for_what_the_last_stage_has_besi
 
 
 def test_a_data_module_gives_every_pipeline_the_same_time_and_its_plans_change_alike():
-    (found,) = mitigations_of(measured(even(1), is_assigned=True), Slowness(ranks={3: 2.0}))
+    (found,) = mitigations_of(measured(even(1), is_assigned=True), slow((3, 2.0)))
     assert found.mitigation is Mitigation.REBALANCE
     # Of the 10 s the pipelines take 8: four of them at speeds 1, 1, 1 and 1/2.
     assert found.iteration_s == pytest.approx((10.0 - 8.0) + 8.0 * 4 / 3.5)
     assert found.slowdowns == {0: 1.0, 1: 1.0, 2: 1.0, 3: 2.0}
     assert found.plans == found.first_plans == (even(1),)
-    plans, slowness = (even(2), even(4), even(1)), Slowness(links={(0, 2): 200.0})
+    plans, slowness = (even(2), even(4), even(1)), slow(((0, 2), 200.0))
     (found,) = mitigations_of(measured(plans[0], is_assigned=True), slowness, plans)
     assert found.mitigation is Mitigation.SWAP
     assert [[p.ranks for p in plan.pipelines] for plan in found.plans] == [
@@ -162,14 +163,13 @@ def test_a_rank_that_takes_a_faster_ones_place_takes_its_own_time_there_and_is_g
     }
     probe_s = {0: 1.0, 1: 3.0, 2: 1.0, 3: 3.0}
     facts = measured(even(2), places=places, probe_s=probe_s, is_assigned=True)
-    model = RunPrediction(facts, Slowness.of([Finding(kind=KINDS[0], ranks=(1,), ratio=2.0)]))
+    model = RunPrediction(facts, slow((1, 2.0)))
     swap = partial(move_ranks, taken_by={0: 1, 1: 0})
     before, after = (model.paces(plan) for plan in (facts.plan, swap(facts.plan)))
     # Each place has half of the layers.
     assert before[0] == before[1] == pytest.approx(2.0)
     assert (after[0], after[1]) == pytest.approx((2.0 / 3, 6.0))
-    run = WatchedPlans(plans=(even(2),), model=model, has_room=bool)
-    found = run.mitigation(Mitigation.SWAP, swap, "")
+    found = mitigation_of(model, (even(2),), Mitigation.SWAP, swap, "")
     assert found.slowdowns == {0: pytest.approx(1 / 3), 1: 6.0, 2: 1.0, 3: 1.0}
     assert found.factors == {0: pytest.approx(3.0), 1: pytest.approx(1 / 3), 2: 1.0, 3: 1.0}
 

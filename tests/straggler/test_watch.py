@@ -91,13 +91,19 @@ def config(**options) -> WatchConfig:
     return WatchConfig(policy=policy, recheck_share=0.1)
 
 
+def begun() -> Simulated:
+    """Return a run of which twenty iterations have been as they should be."""
+    run = Simulated(config())
+    run.run(20, 1.0)
+    return run
+
+
 def kinds_of(run):
     return [act.kind.value for act in run.acts]
 
 
 def test_a_fault_is_looked_for_mended_by_ski_rental_and_undone_when_the_rank_recovers():
-    run = Simulated(config())
-    run.run(20, 1.0)
+    run = begun()
     run.run(5, 2.0, rank_3=2.0, findings=[DEVICE])
     # Four slow iterations before the cause was known have lost more than the second S2 costs.
     assert [(act.kind, act.choice) for act in run.acts] == [(DecisionKind.APPLY, S2)]
@@ -150,8 +156,7 @@ def test_a_slow_link_is_probed_again_as_its_share_of_the_time_allows():
 
 
 def test_another_fault_begins_another_episode():
-    run = Simulated(config())
-    run.run(20, 1.0)
+    run = begun()
     run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
     run.run(20, 4.0, rank_3=2.0, findings=[DEVICE, LINK])
     assert [replace(event, step=0) for event in run.of(Finding)] == [DEVICE, DEVICE, LINK]
@@ -183,8 +188,7 @@ def test_a_culprit_that_no_look_finds_at_first_is_looked_for_again():
 
 @pytest.mark.parametrize("rank_3", [1.0, 1.5])
 def test_a_run_as_fast_as_before_is_never_looked_at_whatever_a_rank_does(rank_3):
-    run = Simulated(config())
-    run.run(20, 1.0)
+    run = begun()
     run.run(300, 1.0, rank_3=rank_3, findings=[DEVICE])
     assert (run.looks, run.said) == ([], [])
 

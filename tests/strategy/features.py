@@ -23,8 +23,6 @@ from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.toy import VOCABULARY, TokenRows, ToyModule, ToyOptions, loader, quiet
 
 SEED = 5
-AFTER_FIT = -1
-"""Instead of a number of steps: save when `fit` has returned."""
 
 
 def strategy_of(plan: dict[str, Any] | None, world_size: int, **options: Any) -> dict[str, Any]:
@@ -49,8 +47,6 @@ def use_every_entry_point(
     """Fit, validate, test and predict with one Trainer, then fit again with another."""
     L.seed_everything(SEED, verbose=False)
     module = ToyModule(ToyOptions())
-    if trainer_options.get("strategy") is None and world_size > 1:
-        trainer_options = {**trainer_options, "strategy": HeteroStrategy(whole_after_run=True)}
     trainer = L.Trainer(**quiet(max_epochs=2, num_sanity_val_steps=2), **trainer_options)
     trainer.fit(module, loader(12, batch_size), loader(10, batch_size, seed=1))
     fitted = metrics_of(trainer)
@@ -58,7 +54,9 @@ def use_every_entry_point(
     validated = trainer.validate(module, loader(10, batch_size, seed=1), verbose=False)
     tested = trainer.test(module, loader(10, batch_size, seed=2), verbose=False)
     predictions = trainer.predict(module, loader(10, batch_size, seed=2))
-    again = L.Trainer(**quiet(max_epochs=1), **_fresh(trainer_options))
+    if world_size > 1:
+        trainer_options["strategy"] = HeteroStrategy(num_stages=2, whole_after_run=True)
+    again = L.Trainer(**quiet(max_epochs=1), **trainer_options)
     again.fit(module, loader(12, batch_size), loader(10, batch_size, seed=1))
     return {
         "losses": module.losses,
@@ -71,29 +69,10 @@ def use_every_entry_point(
     }
 
 
-def _fresh(options: dict[str, Any]) -> dict[str, Any]:
-    strategy = options.get("strategy")
-    if isinstance(strategy, HeteroStrategy):
-        return {
-            **options,
-            "strategy": HeteroStrategy(strategy.candidate_plans[0], whole_after_run=True),
-        }
-    return options
-
-
 def fit_with_defaults(rank: int, num_stages: int, world_size: int) -> dict[str, Any]:
-    stages = num_stages if num_stages > 1 else None
-    strategy = HeteroStrategy(num_stages=stages, whole_after_run=True)
+    strategy = HeteroStrategy(num_stages=num_stages, whole_after_run=True)
     options = {"strategy": strategy, "devices": world_size}
     return use_every_entry_point(rank, world_size, options, 2)
-
-
-def fit_by_name(rank: int, world_size: int) -> list[float]:
-    L.seed_everything(SEED, verbose=False)
-    module = ToyModule(ToyOptions())
-    trainer = L.Trainer(**quiet(max_epochs=2, strategy="hetero", devices=world_size))
-    trainer.fit(module, loader(12, 2))
-    return module.losses
 
 
 def fit_single(rank: int, batch_size: int) -> dict[str, Any]:
@@ -170,11 +149,14 @@ def stop_early(rank: int, plan: dict[str, Any], world_size: int, folder: str) ->
     options = {**quiet(callbacks=[stopping, best], max_epochs=20), "enable_checkpointing": True}
     trainer = L.Trainer(**options, **strategy_of(plan, world_size))
     trainer.fit(WorseningModule(ToyOptions()), loader(8, 2), loader(4, 2, seed=1))
+    epochs = trainer.current_epoch
+    trainer.test(ckpt_path="best", dataloaders=loader(4, 2, seed=2), verbose=False)
     return {
-        "epochs": trainer.current_epoch,
+        "epochs": epochs,
         "stopped": stopping.stopped_epoch,
         "best": Path(best.best_model_path).name,
         "score": float(best.best_model_score),
+        "tested": metrics_of(trainer),
     }
 
 
@@ -214,20 +196,17 @@ def train_and_save(
     options: ToyOptions | None = None,
     shuffle: bool = False,
     num_workers: int = 0,
-    max_epochs: int = 2,
 ) -> dict[str, Any]:
     """Train two epochs, save at some steps if asked, begin at a checkpoint if given."""
     saves = saves or {}
     L.seed_everything(SEED, verbose=False)
     module = ToyModule(options or ToyOptions())
     trainer = L.Trainer(
-        **quiet(callbacks=[SaveAt(saves)], max_epochs=max_epochs),
+        **quiet(callbacks=[SaveAt(saves)], max_epochs=2),
         **strategy_of(plan, world_size),
     )
     train = shuffled_loader(batch_size, num_workers) if shuffle else stateful_loader(batch_size)
     trainer.fit(module, train, loader(10, batch_size, seed=1), ckpt_path=resume)
-    if AFTER_FIT in saves:
-        trainer.save_checkpoint(saves[AFTER_FIT])
     return {
         "losses": module.losses,
         "weights": as_arrays(module),

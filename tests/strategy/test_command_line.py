@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+from jsonargparse import ArgumentError, ArgumentParser
 
+from lightning_hetero import HeteroStrategy
+from lightning_hetero.core.errors import PlanError
 from tests.scripts import run_python
-
-pytestmark = pytest.mark.dist
 
 CLI = """
 from lightning import LightningModule
@@ -57,6 +58,7 @@ model:
 """
 
 
+@pytest.mark.dist
 def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
     script, config = tmp_path / "script.py", tmp_path / "config.yaml"
     script.write_text(CLI)
@@ -69,3 +71,19 @@ def test_a_command_line_names_the_strategy_in_yaml(tmp_path: Path) -> None:
     assert "rank 1 of 1 pipelines" in output
     assert output.count("after 4 steps") == 2
     assert output.count("the optimizer has a state") == 2
+
+
+def parse(layers: str) -> range:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(HeteroStrategy, "strategy")
+    plan = f"{{pipelines: [{{stages: [{{ranks: [0], layers: {layers}}}]}}]}}"
+    parsed = parser.parse_string(f"strategy: {{plan: {plan}}}")
+    return parser.instantiate(parsed).strategy._request.plan.pipelines[0].stages[0].layers
+
+
+def test_layers_of_a_plan_in_yaml_are_a_list_or_a_range() -> None:
+    for layers in ("[0, 4]", '"range(0, 4)"', '"range(4)"', '"[0, 4]"'):
+        assert parse(layers) == range(4)
+    for layers in ("[0, 4, 5, 6]", "[0, x]", "null", "all"):
+        with pytest.raises((ArgumentError, PlanError)):
+            parse(layers)

@@ -8,7 +8,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader, TensorDataset
@@ -132,25 +132,6 @@ def test_a_resumed_run_keeps_the_scale_under_another_plan(
     (_, first, _), _ = pool.run(fit_scaled, 2, STAGES, {"max_steps": 6}, None, file)
     for _, later, _ in pool.run(fit_scaled, 3, COPIES, {}, file):
         assert first + later == scales
-
-
-def test_16_true_computes_as_in_lightning(pool: ProcessPool) -> None:
-    expected = pool.run(fit_half, 1, None)[0]
-    for found in pool.run(fit_half, 2, STAGES):
-        np.testing.assert_allclose(found, expected, rtol=5e-3)
-
-
-def fit_half(rank: int, plan: dict[str, Any] | None) -> list[float]:
-    """Return the losses of "16-true"; plain Lightning without a plan."""
-    L.seed_everything(0, verbose=False)
-    module = Mixer()
-    data = TensorDataset(torch.randn(48, 8), torch.rand(48), torch.randint(5, (48,)))
-    options: dict[str, Any] = {"plugins": HalfPrecision("16-true")}
-    if plan is not None:
-        parsed = ParallelPlan.from_dict(plan)
-        options |= {"strategy": HeteroStrategy(parsed, num_microbatches=2), "devices": 2}
-    L.Trainer(**quiet(max_steps=6), **options).fit(module, DataLoader(data, batch_size=8))
-    return module.losses
 
 
 def test_sums_in_fp16_are_refused() -> None:

@@ -93,7 +93,6 @@ class NoOtherProcess(Exception):
     """Raised where other processes would be started."""
 
 
-KINDS = ("nf4", "int8", "torchao", "folder")
 UNITED = {"pipelines": [{"stages": [{"ranks": [0, 1], "layers": [0, 4]}]}]}
 STAGES = {
     "pipelines": [{"stages": [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [1, 4]}]}]
@@ -128,8 +127,10 @@ def adapted(kind: str, folder: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("start_method", ["popen", "spawn", "fork"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "start_method"),
+    [("nf4", "popen"), ("int8", "spawn"), ("torchao", "fork"), ("folder", "popen")],
+)
 def test_a_quantized_base_is_cut_by_no_plan_before_processes_are_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, start_method: Any
 ) -> None:

@@ -57,8 +57,7 @@ def run_with(*callbacks: L.Callback, entry: str) -> None:
         fit_or_test(ToyModule(ToyOptions()), *loaders)
 
 
-@pytest.mark.parametrize("entry", ["fit", "test"])
-@pytest.mark.parametrize("struck", [0, 1])
+@pytest.mark.parametrize(("struck", "entry"), [(0, "test"), (1, "fit")])
 def test_a_sigterm_to_any_rank_ends_the_run_on_all_after_the_same_batch(pool, struck, entry):
     found = pool.run(run_until_told, 2, struck, entry)
     assert found == [(2, ["SIGTERMException"], True)] * 2

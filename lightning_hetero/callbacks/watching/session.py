@@ -59,8 +59,8 @@ class StragglerSession:
         self._history = RankHistory(ranks.global_rank)
         self._watch = RunWatch(config, report=report, say=say) if ranks.leads else None
         self._is_known = False
-        self._factor = 1.0
-        self._recovers = self._begins_anew = False
+        self._arriving: Decision | None = None
+        """What was done and isn't in force yet."""
         self._matmul_size, most_bytes = (256, 2**20) if run.device.type == "cpu" else (2048, 2**24)
         # As large as the run's own messages, so that a slow link doesn't keep the run waiting.
         self._link_bytes = min(most_bytes, max(ranks.gather(run.message_bytes)))
@@ -196,20 +196,19 @@ class StragglerSession:
         start_s = time.perf_counter()
         refusal = self._run.act(decision)
         if refusal is None:
-            undoes = decision.kind is DecisionKind.UNDO
-            factors = {} if undoes else decision.choice.factors
-            self._factor = factors.get(self._ranks.global_rank, 1.0)
-            self._recovers = undoes and not self._is_known
-            self._begins_anew = decision.choice.is_lasting
+            self._arriving = decision
         if self._watch is not None:
             self._watch.began(time.perf_counter() - start_s, refusal=refusal)
 
     def _arrive(self) -> None:
         """Note that the new plan runs: compare this rank with its new place's usual pace."""
-        if self._begins_anew:
-            self._begins_anew, self._factor = False, 1.0
-            self._history = RankHistory(self._ranks.global_rank)
-        self._history.move(self._factor)
-        if self._recovers:
-            self._recovers = False
+        decision, self._arriving = self._arriving, None
+        if decision is None:
+            return
+        rank, undoes = self._ranks.global_rank, decision.kind is DecisionKind.UNDO
+        if decision.choice.is_lasting:
+            self._history = RankHistory(rank)
+            return
+        self._history.move(1.0 if undoes else decision.choice.factors.get(rank, 1.0))
+        if undoes and not self._is_known:
             self._history.forget()

@@ -15,12 +15,11 @@ from lightning_hetero.straggler.locate import Probes
 from lightning_hetero.straggler.mitigation import (
     Decision,
     PossibleMitigation,
-    WatchedPlans,
     find_mitigations,
     restart_mitigation,
 )
 from lightning_hetero.straggler.paces import RankReport
-from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPrediction, Slowness
+from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPrediction
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import RestartsRun
 
@@ -129,15 +128,11 @@ class HeteroRun(PlainRun):
         restarts = super().find_mitigations(findings, measured, healthy_s=healthy_s)
         if measured is None:
             return restarts
-        slowness = Slowness.of(findings)
         memory = self._strategy.memory
         assert memory is not None, "the strategy has not been set up"
-        watched = WatchedPlans(
-            plans=self._plans_without_fault(),
-            model=RunPrediction(measured, slowness),
-            has_room=memory.has_room,
-        )
-        return (*find_mitigations(watched, slowness), *restarts)
+        model = RunPrediction(measured, findings)
+        found = find_mitigations(model, self._plans_without_fault(), memory.has_room)
+        return (*found, *restarts)
 
     def _plans_without_fault(self) -> tuple[ParallelPlan, ...]:
         """Return the plans from before the fault, whatever has been changed since."""

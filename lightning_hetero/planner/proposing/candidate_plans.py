@@ -31,8 +31,6 @@ from lightning_hetero.planner.master import Master
 from lightning_hetero.planner.placement import Group, MappingOrder, place, to_plan
 from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
 from lightning_hetero.planner.proposing.proposal import (
-    Proposal,
-    ProposalOptions,
     Scheme,
     choose_together,
     draw_iteration,
@@ -193,17 +191,15 @@ class _CandidateSearch:
         schemes = {
             group: scheme for group in self._groups() if (scheme := self._scheme(group)) is not None
         }
-        for proposal in self._proposals(tuple(schemes.values())):
-            groups = [
-                group for group, n in zip(schemes, proposal.counts, strict=True) for _ in range(n)
-            ]
+        for counts in self._proposals(tuple(schemes.values())):
+            groups = [group for group, n in zip(schemes, counts, strict=True) for _ in range(n)]
             plan = self._plan(groups)
             costs = None if plan is None else self._costs(plan)
             if plan is not None and costs is not None:
                 found[plan] = costs
         return schemes
 
-    def _proposals(self, schemes: Sequence[Scheme]) -> Sequence[Proposal]:
+    def _proposals(self, schemes: Sequence[Scheme]) -> Sequence[tuple[int, ...]]:
         if not any(scheme.cost.max_len >= self.longest for scheme in schemes):
             return ()
         return propose(
@@ -211,9 +207,8 @@ class _CandidateSearch:
             schemes,
             self.num_devices,
             tokens_per_iteration=self.tokens,
-            options=ProposalOptions(
-                num_candidate_plans=self.options.num_candidate_plans, seed=self.options.seed
-            ),
+            most=self.options.num_candidate_plans,
+            seed=self.options.seed,
         )
 
     # -- schemes and plans ----------------------------------------------------------------------

@@ -11,21 +11,15 @@ import operator
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from lightning_hetero.assign.pipeline_cost import PipelineCost
-from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.profile import TimeFit
 from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.proposing.sequence_room import SequenceRoom
 from lightning_hetero.simulator import CostModel
 
-__all__ = [
-    "pipeline_cost",
-    "plan_costs",
-    "util_len",
-]
+__all__ = ["plan_costs", "util_len"]
 
 _SHORTEST = 128
 
@@ -44,43 +38,6 @@ def util_len(fit: TimeFit, *, threshold: float = 0.85, limit: int) -> int:
     # The smaller root in the form that stays exact for a = 0.
     root = 2 * fit.c / (-slope_s + np.sqrt(discriminant))
     return int(min(max(1, np.ceil(root)), limit))
-
-
-def pipeline_cost(
-    lengths: ArrayLike,
-    stage_times_s: ArrayLike,
-    *,
-    max_len: int,
-) -> PipelineCost:
-    """Return the cost of a pipeline from its stages' times.
-
-    Args:
-        lengths: [M] tokens at which the stages were timed, at least two different ones.
-        stage_times_s: [stages, M] seconds of a forward and backward of one such sequence.
-        max_len: Most tokens of a micro-batch that every stage holds.
-
-    Raises:
-        AssignmentError: Times aren't positive, or there are too few lengths.
-    """
-    tokens = np.asarray(lengths, dtype=np.int64)
-    times_s = np.atleast_2d(np.asarray(stage_times_s, dtype=float))
-    if times_s.shape[1:] != tokens.shape or len(np.unique(tokens)) < 2 or times_s.min() <= 0:
-        raise AssignmentError(
-            f"A fit of {tokens.size} lengths to {times_s[0].size} times needs two different "
-            "lengths or more, and positive times. Profile at least two lengths."
-        )
-    slowest_s = times_s.max(axis=0)
-    fit = TimeFit.of(
-        [((int(n),), float(t)) for n, t in zip(tokens, slowest_s, strict=True)], needs_b=True
-    )
-    return PipelineCost(
-        a=fit.a,
-        b=fit.b,
-        c=fit.c,
-        max_len=max_len,
-        util_len=util_len(fit, limit=max_len),
-        num_stages=len(times_s),
-    )
 
 
 def plan_costs(
@@ -109,10 +66,20 @@ def _pipeline_cost(
     room = SequenceRoom(pipeline, model, num_pipelines)
     shapes = [model.shape_of(stage) for stage in pipeline.stages]
     times_s = [[sum(model.compute_s(shape, (length,))) for length in lengths] for shape in shapes]
+    slowest_s = np.max(times_s, axis=0).tolist()
+    samples = [((length,), seconds) for length, seconds in zip(lengths, slowest_s, strict=True)]
+    fit = TimeFit.of(samples, needs_b=True)
     max_len, kept_len = room.max_len(), room.kept_len()
+    found = PipelineCost(
+        a=fit.a,
+        b=fit.b,
+        c=fit.c,
+        max_len=kept_len,
+        util_len=util_len(fit, limit=kept_len),
+        num_stages=len(shapes),
+    )
     if kept_len >= min(lengths[-1], max_len):
-        return pipeline_cost(lengths, times_s, max_len=kept_len)  # No sequence needs more.
-    base = pipeline_cost(lengths, times_s, max_len=kept_len)
+        return found  # No sequence needs more.
     shares = [0.0]
     for index, length in enumerate(lengths):
         if length > kept_len:
@@ -120,4 +87,4 @@ def _pipeline_cost(
             again_s = room.recompute_s(length)
             longer = max(map(operator.add, stages_s, again_s)) / max(stages_s) - 1.0
             shares.append(longer / (1.0 - kept_len / length))
-    return replace(base, max_len=max_len, kept_len=kept_len, recompute_share=max(shares))
+    return replace(found, max_len=max_len, kept_len=kept_len, recompute_share=max(shares))

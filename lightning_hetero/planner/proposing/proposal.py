@@ -26,10 +26,20 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.planner.proposing.quick_estimates import estimate_plans
 from lightning_hetero.planner.proposing.relaxation import AverageWork, fractional_plan
 
-__all__ = ["Proposal", "ProposalOptions", "Scheme", "choose_together", "draw_iteration", "propose"]
+__all__ = ["Scheme", "choose_together", "draw_iteration", "propose"]
 
 _WORTH_HAVING = 1e-4
 """Least share of the mean that one more plan has to save."""
+_LENGTH_STEP = 128
+"""Tokens of an interval in which lengths count as equal."""
+_NUM_LONGEST = 6
+"""Longest lengths for which fractional plans are made."""
+_NUM_ITERATIONS = 24
+"""Iterations drawn from the data on which plans are tried."""
+_NUM_ROUNDS = 3
+"""Rounds of exchanges around the chosen plans."""
+_MAX_CELL_STEPS = 2e8
+"""Most sequences × plans × iterations × pipelines estimated a round."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,42 +50,6 @@ class Scheme:
     """Latency coefficients and limits."""
     devices: tuple[tuple[str, int], ...]
     """Device types and how many of each; the stages of one pipeline may use several types."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Proposal:
-    """A candidate: how many pipelines of each scheme."""
-
-    counts: tuple[int, ...]
-    """Pipelines of each scheme, in the schemes' order."""
-
-    def pipelines(self, schemes: Sequence[Scheme]) -> tuple[PipelineCost, ...]:
-        """Return the cost of every pipeline, scheme by scheme."""
-        return tuple(
-            scheme.cost
-            for scheme, count in zip(schemes, self.counts, strict=True)
-            for _ in range(count)
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProposalOptions:
-    """How widely to search."""
-
-    num_candidate_plans: int = 8
-    """Most candidates, 1 or more."""
-    length_step: int = 128
-    """Tokens of an interval in which lengths count as equal."""
-    num_longest: int = 6
-    """Number of longest lengths for which fractional plans are made."""
-    num_iterations: int = 24
-    """Iterations drawn from the data on which plans are tried."""
-    num_rounds: int = 3
-    """Rounds of exchanges around the chosen plans."""
-    max_cell_steps: float = 2e8
-    """Most sequences × plans × iterations × pipelines estimated a round."""
-    seed: int = 0
-    """Seed of the iterations drawn."""
 
 
 def draw_iteration(
@@ -114,16 +88,18 @@ def propose(
     num_devices: Mapping[str, int],
     *,
     tokens_per_iteration: int,
-    options: ProposalOptions | None = None,
-) -> tuple[Proposal, ...]:
-    """Return candidate plans for the data, the one that serves every iteration first.
+    most: int,
+    seed: int = 0,
+) -> list[tuple[int, ...]]:
+    """Return pipelines of each scheme for candidates, the one that serves every iteration first.
 
     Args:
         lengths: Tokens of the data's sequences or a fair sample of them, cut to the context length.
         schemes: Schemes that a pipeline may have.
         num_devices: How many devices of each type there are.
         tokens_per_iteration: Tokens that all pipelines together take an iteration.
-        options: How widely to search.
+        most: Most candidates, 1 or more.
+        seed: Seed of the iterations drawn.
 
     Raises:
         PlanningError: No scheme holds the longest sequence on the devices there are.
@@ -133,7 +109,8 @@ def propose(
         schemes=schemes,
         num_devices=num_devices,
         tokens_per_iteration=tokens_per_iteration,
-        options=options or ProposalOptions(),
+        most=most,
+        seed=seed,
     ).run()
 
 
@@ -147,10 +124,10 @@ class _ProposalSearch:
         schemes: Sequence[Scheme],
         num_devices: Mapping[str, int],
         tokens_per_iteration: int,
-        options: ProposalOptions,
+        most: int,
+        seed: int,
     ) -> None:
-        self.lengths = lengths
-        self.options = options
+        self.lengths, self.most = lengths, most
         self.tokens = tokens_per_iteration
         self.costs = [scheme.cost for scheme in schemes]
         types = sorted(num_devices)
@@ -169,26 +146,26 @@ class _ProposalSearch:
             )
         mean_s = self.table.times_s(np.array([int(lengths.mean())]))[0]
         self.efficiency = 1.0 / (mean_s * (self.table.num_bubbles + 1))
-        generator = np.random.default_rng(options.seed)
+        generator = np.random.default_rng(seed)
         self.iterations = [
-            draw_iteration(lengths, self.tokens, generator) for _ in range(options.num_iterations)
+            draw_iteration(lengths, self.tokens, generator) for _ in range(_NUM_ITERATIONS)
         ]
         self.estimates: dict[tuple[int, ...], FloatArray] = {}
 
-    def run(self) -> tuple[Proposal, ...]:
+    def run(self) -> list[tuple[int, ...]]:
         """Fill the pool, then choose and refine."""
         pool = {plan for longest in self._longest_lengths() for plan in self._near(longest)}
         self._set_num_iterations(len(pool))
         self._estimate(pool)
         chosen = self._choose()
-        if self._is_unbeatable(chosen):
-            return tuple(Proposal(counts=plan) for plan in chosen)
-        for round_index in range(self.options.num_rounds):
+        for round_index in range(_NUM_ROUNDS):
+            if self._is_unbeatable(chosen):
+                break
             self._estimate(self._neighbours(chosen, round_index))
             before, chosen = chosen, self._choose()
-            if chosen == before or self._is_unbeatable(chosen):
+            if chosen == before:
                 break
-        return tuple(Proposal(counts=plan) for plan in chosen)
+        return chosen
 
     def _is_unbeatable(self, chosen: list[tuple[int, ...]]) -> bool:
         """Return whether every iteration takes as long as its longest sequence alone."""
@@ -202,7 +179,7 @@ class _ProposalSearch:
     def _longest_lengths(self) -> list[int]:
         """Return the context length and quantiles of the iterations' longest sequences."""
         longest = [int(item.max()) for item in self.iterations]
-        shares = np.linspace(0, 1, self.options.num_longest)
+        shares = np.linspace(0, 1, _NUM_LONGEST)
         quantiles = np.quantile(longest, shares, method="nearest").astype(int).tolist()
         return sorted({*quantiles, self.longest}, reverse=True)
 
@@ -238,7 +215,7 @@ class _ProposalSearch:
     def _average_work(self, longest: int) -> AverageWork:
         """Return the work of an average iteration whose sequences are at most `longest`."""
         kept = self.lengths[self.lengths <= longest]
-        interval = (kept - 1) // self.options.length_step
+        interval = (kept - 1) // _LENGTH_STEP
         occupied, place = np.unique(interval, return_inverse=True)
         times_s = self.table.times_s(kept)
         scale = self.tokens / kept.sum()
@@ -317,7 +294,7 @@ class _ProposalSearch:
         """Keep as many iterations as the work allows, the hardest and easiest among them."""
         width = int(self.available.sum()) / 4
         steps = max(len(item) for item in self.iterations)
-        most = int(self.options.max_cell_steps / (steps * width * max(num_plans, 100)))
+        most = int(_MAX_CELL_STEPS / (steps * width * max(num_plans, 100)))
         count = min(len(self.iterations), max(3, most))
         order = np.argsort([int(item.max()) for item in self.iterations], kind="stable")
         kept = order[np.linspace(0, len(order) - 1, count).round().astype(int)]
@@ -335,5 +312,5 @@ class _ProposalSearch:
         roomy = np.array(
             [max(k.max_len for k, n in zip(self.costs, p, strict=True) if n) for p in plans]
         )
-        chosen = choose_together(values, roomy >= self.longest, self.options.num_candidate_plans)
+        chosen = choose_together(values, roomy >= self.longest, self.most)
         return [plans[index] for index in chosen]

@@ -1,6 +1,5 @@
 """Joiners and members of one process, in one store: every way in which one comes, or doesn't."""
 
-import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -10,7 +9,6 @@ from threading import Event, Thread
 from types import SimpleNamespace
 from unittest import mock
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
@@ -28,12 +26,10 @@ from lightning_hetero.runtime.generation.joiners import (
 from lightning_hetero.runtime.generation.keeper import JOIN
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import Generation, Member, say_here
-from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from lightning_hetero.strategy.generations import Generations, size_that_stays
 from lightning_hetero.strategy.processes import Processes
 from lightning_hetero.strategy.trainable import facts_of_fit
-from tests.toy import quiet
 
 FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
 PATIENT_S, SHORT_S = 20.0, 0.1
@@ -119,27 +115,6 @@ def form_next(
 
     with ThreadPoolExecutor(len(staying)) as threads:
         return list(threads.map(form, staying))
-
-
-def test_joiners_are_seen_before_they_are_called_and_then_all_agree() -> None:
-    store, members = run_of(2)
-    assert not members[0].look_for_joiners()
-    first, second = Coming(store), Coming(store)
-    see(members[0])
-    while len(joiners._numbers(store, "admitted")) < 2:
-        members[0].look_for_joiners()
-    assert first.result is second.result is None
-    formed = form_next(members)
-    assert {item.number for item in formed} == {1}
-    assert formed[0].joiners_since(Generation(number=0, members=formed[0].members[:2])) == (2, 3)
-    assert first.wait() == second.wait() == formed[0] == formed[1]
-    assert not members[0].look_for_joiners(), "who is in isn't called again"
-    # Who has come is a member like any other: it sees those who come later, and may leave.
-    third = Coming(store)
-    everyone = [*members, first.membership, second.membership]
-    see(first.membership)
-    assert [m.number for m in form_next(everyone, leaving=(0, 3))[0].members] == [1, 2, 4]
-    assert isinstance(third.wait(), Generation)
 
 
 def test_where_a_rank_was_lost_who_waits_comes_one_generation_later() -> None:
@@ -267,17 +242,6 @@ def test_a_joiner_is_told_why_nobody_lets_it_in() -> None:
         joiner_of(store).wait_for_call(20.0)
 
 
-def test_who_came_in_or_is_gone_is_no_joiner_for_ever() -> None:
-    store, members = run_of(1)
-    for _ in range(3):
-        coming = Coming(store)
-        see(members[0])
-        members.append(coming.membership)
-        form_next([*members[:-1]])
-        assert isinstance(coming.wait(), Generation)
-        assert joiners._numbers(store, "admitted") == [coming.number]
-
-
 def test_where_only_joiners_are_left_nobody_trains_something_else() -> None:
     assert size_that_stays([0, 4, 4]) == 4
     with pytest.raises(CheckpointError, match="All ranks that had trained were lost"):
@@ -313,45 +277,6 @@ def test_where_no_run_is_one_is_told_so_in_time() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with told_to_join(f"127.0.0.1:{store.port}"), pytest.raises(PeerError, match="No run to join"):
         join_membership(FACTS, start_timeout=timedelta(seconds=0.3), silence_s=2.0)
-
-
-def test_an_error_of_memory_is_explained_before_others_hear_of_it() -> None:
-    """Also that of an optimizer's step, whose explanation Lightning's own end would ask for."""
-    told: list[str] = []
-    strategy, full = mock.Mock(), MemoryError("full")
-    strategy.memory.explain = lambda error: error.add_note("Stage 0 is out of memory.")
-    strategy.processes.lost_peer = lambda error: told.extend(error.__notes__)
-    trainer = L.Trainer(**quiet(max_epochs=1))
-    fits = Generations(strategy, trainer, timedelta(seconds=2))
-    with pytest.raises(MemoryError):
-        fits.fit(mock.Mock(side_effect=full))
-    assert told == ["Stage 0 is out of memory."]
-
-
-def test_who_fails_between_two_fits_tells_the_others_who_would_wait_for_it() -> None:
-    """As in a callback's `on_generation`; where it is caught, the process lives and beats on."""
-    strategy, failed = mock.Mock(), KeyError("a callback's own")
-    strategy.processes.form_generation.side_effect = failed
-    fits = Generations(strategy, L.Trainer(**quiet(max_epochs=1)), timedelta(seconds=2))
-    with pytest.raises(KeyError):
-        fits.fit(mock.Mock(side_effect=GenerationChange("Rank 1 leaves.", frozenset({1}))))
-    strategy.processes.leave_members.assert_called_once_with(failed)
-
-
-def test_in_place_no_watchdog_aborts_or_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")  # By torchrun's agent.
-    Generations(mock.Mock(), mock.MagicMock(), timedelta(seconds=2))
-    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-
-
-def test_a_device_ends_its_step_before_ranks_leave_or_come() -> None:
-    strategy = mock.Mock()
-    strategy.processes.comms.global_rank = 1
-    fits = Generations(strategy, L.Trainer(**quiet(max_epochs=1)), timedelta(seconds=2))
-    with pytest.raises(AgreedExit):
-        fits.fit(mock.Mock(side_effect=GenerationChange("Rank 1 leaves.", frozenset({1}))))
-    names = [name for name, *_ in strategy.processes.mock_calls]
-    assert names.index("comms.step_end.wait") < names.index("see_others_off")
 
 
 def test_in_place_a_trainer_fits_once_and_others_join_the_first_fit_of_a_script() -> None:

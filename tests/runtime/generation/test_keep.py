@@ -1,11 +1,14 @@
 """The command that keeps a script's process, so that the script begins only once."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_hetero import keep
+from lightning_hetero.runtime.generation import entering
 from lightning_hetero.runtime.generation.keeper import JOIN
 from tests.processes import free_port
 from tests.scripts import run_python
@@ -91,3 +94,25 @@ def test_a_script_that_trains_in_place_begins_once(tmp_path: Path) -> None:
     code, output = run_python(arguments, folder=tmp_path, **launcher(free_port()), **here)
     assert code == 0, output
     assert (tmp_path / "begun").read_text() == "begun\n"
+
+
+def test_a_process_gives_up_cores_that_others_need_unless_the_user_has_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = torch.get_num_threads()
+    for name in ("OMP_NUM_THREADS", entering._SHARED):
+        monkeypatch.setenv(name, "")  # So that it is put back.
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    try:
+        torch.set_num_threads(8)
+        for num_processes, num_threads in ((1, 8), (4, 2), (1, 2)):  # It takes none back.
+            entering.share_cores(num_processes)
+            assert torch.get_num_threads() == num_threads
+        assert os.environ["OMP_NUM_THREADS"] == "2"
+        monkeypatch.delenv(entering._SHARED)
+        torch.set_num_threads(5)
+        entering.share_cores(4)
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)

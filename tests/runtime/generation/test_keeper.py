@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from lightning_hetero.runtime.generation.records import (
     Member,
     propose,
     tell_gone,
-    who_is_gone,
 )
 from lightning_hetero.runtime.ranks.failure import LEAVE_EXIT_CODE
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
@@ -116,67 +114,6 @@ def test_a_worker_that_dies_alone_is_no_event_for_whoever_started_the_keeper(
     (tmp_path / "ends").touch()
     keeper.join(120.0)
     assert keeper.exitcode == 0
-
-
-class Seen:
-    """A membership's store that tells of what it is asked."""
-
-    def __init__(self, run: dist.Store, on_call: Callable[..., object]) -> None:
-        self.run, self.on_call = run, on_call
-
-    def __getattr__(self, name: str) -> Callable[..., object]:
-        def call(*arguments: object) -> object:
-            self.on_call(name, *arguments)
-            return getattr(self.run, name)(*arguments)
-
-        return call
-
-
-def keeper_of(
-    codes: list[int | None], on_call: Callable[..., object], monkeypatch: pytest.MonkeyPatch
-) -> tuple[Keeper, list[SimpleNamespace], dist.Store]:
-    """Return a keeper of members that have ended with these codes, they, and their membership."""
-    run = dist.PrefixStore("members", dist.HashStore())
-    for number in range(len(codes)):
-        Membership(run, number=number, node="a", patience_s=60.0)
-    workers = []
-    for number, code in enumerate(codes):
-        more = {"died_in_training": None, "is_joiner": False, "is_due": False}
-        more |= {"describe_end": lambda: "It ended.", "is_lost": code is not None}
-        worker = SimpleNamespace(member=("members", number), code=code, **more)
-        workers.append(worker)
-    seen = Seen(run, on_call)
-    monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", lambda *_: seen)
-    keeper = Keeper(workers, address="", port=0, serves=False)  # type: ignore[arg-type]
-    return keeper, workers, run
-
-
-def test_a_keeper_with_a_living_worker_asks_nothing_about_its_dead_ones_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[tuple[str, object]] = []
-    keeper, _, run = keeper_of([3, 3, 3, None], lambda *call: asked.append(call), monkeypatch)
-    keeper._look(dist.HashStore())
-    assert who_is_gone(run) == {0, 1, 2}
-    asked.clear()
-    keeper._look(dist.HashStore())
-    assert asked == [("check", ["gone/3"])]
-
-
-def test_a_keeper_tells_of_a_worker_that_dies_while_it_looks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def die(name: str, *arguments: object) -> None:
-        if arguments == (["gone/1"],):
-            workers[1].code, workers[1].is_lost = 3, True
-
-    keeper, workers, run = keeper_of([3, None], die, monkeypatch)
-    propose(run, 0, [Member(number, "a") for number in range(3)])  # The third one lives elsewhere.
-    run.set(NEWEST, "0")
-    keeper._look(dist.HashStore())
-    assert who_is_gone(run) == {0}
-    keeper._look(dist.HashStore())
-    assert who_is_gone(run) == {0, 1}
 
 
 class Place:
@@ -288,29 +225,23 @@ def test_a_joiner_that_was_let_in_is_a_worker_like_others(place: Place) -> None:
     assert place.keeper._judge() == 137, "it failed after training"
 
 
-def test_no_joiner_comes_where_the_run_is_over_or_the_worker_left(place: Place) -> None:
-    place.lose()
-    tell_gone(place.run, 1, "lost, too")
-    place.now_s += 6.0
-    place.look()
-    assert len(place.environments) == 1
-    assert place.keeper._judge() == 137
-    left = SimpleNamespace(code=LEAVE_EXIT_CODE)
-    assert not Worker.is_lost.fget(left)
-
-
-@pytest.mark.parametrize("serves", [False, True])
-def test_a_keeper_without_workers_ends_when_it_is_told_to_unless_it_serves_the_run(
-    place: Place, *, serves: bool
+def test_no_joiner_comes_where_the_run_is_over_or_who_started_it_wants_its_end(
+    place: Place,
 ) -> None:
-    place.keeper._serves = serves
+    """And a keeper without workers ends then, unless it serves the run."""
     place.lose()
-    assert place.keeper._judge() is None
     place.keeper._is_told_to_end = True
     place.now_s += 1000.0
     place.look()
-    assert len(place.environments) == 1, "no joiner starts any more"
-    assert place.keeper._judge() == (None if serves else 137)
+    assert [setattr(place.keeper, "_serves", x) or place.keeper._judge() for x in (0, 1)] == [
+        137,
+        None,
+    ]
+    place.keeper._is_told_to_end = False
+    tell_gone(place.run, 1, "lost, too")
+    place.look()
+    assert len(place.environments) == 1
+    assert place.keeper._judge() == 137
 
 
 def test_a_joiner_is_not_the_first_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,17 +286,3 @@ def test_signals_reach_the_workers_which_never_outlive_their_keeper(tmp_path: Pa
         assert (tmp_path / "a" / f"signal-{rank}").read_text() == str(int(signal.SIGTERM))
         wait_until(lambda rank=rank: not is_running(tmp_path / "b", rank))
     killed.join()
-
-
-def test_a_keeper_that_was_stopped_for_a_while_has_heard_of_no_signal(tmp_path: Path) -> None:
-    """Its look into the store was due meanwhile, for which `sigtimedwait` makes up a signal."""
-    keeper = start(tmp_path, [None])
-    for _ in range(3):
-        os.kill(keeper.pid, signal.SIGSTOP)
-        time.sleep(0.3)
-        os.kill(keeper.pid, signal.SIGCONT)
-        time.sleep(0.3)
-    (tmp_path / "ends").touch()
-    keeper.join(120.0)
-    assert keeper.exitcode == 0
-    assert not (tmp_path / "signal-0").exists()

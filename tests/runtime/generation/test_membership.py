@@ -9,14 +9,12 @@ import torch.distributed as dist
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import (
-    ENDED,
     Generation,
     Member,
     is_anybody_left,
     reason_of,
     say_here,
 )
-from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 
 
 def members(store: dist.Store, count: int = 4) -> list[Membership]:
@@ -65,15 +63,6 @@ def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> Non
     # Nor under the old names: those of each generation begin with its number.
     assert reason_of(store, 2)
     assert is_anybody_left(store)
-
-
-def test_a_member_that_dies_after_it_was_here_is_in_no_generation() -> None:
-    store = dist.HashStore()
-    everyone = members(store)
-    form(everyone)
-    say_here(store, 1, Member(3, "b"))
-    everyone[0].tell_gone(3, "It died while the others came.")
-    assert {item.world_size for item in form(everyone[:3])} == {3}
 
 
 def test_who_was_cut_off_from_the_store_forms_nothing() -> None:
@@ -136,38 +125,6 @@ def test_the_store_goes_with_whom_it_was_started_or_the_last_of_its_node(
     left = [item for item in everyone if item.number not in lost]
     form(left)
     assert left[-1].loses_store(frozenset(leaving)) == goes
-
-
-def test_a_run_is_over_when_it_has_ended_or_nobody_is_left() -> None:
-    store = dist.HashStore()
-    assert not is_anybody_left(store)
-    everyone = members(store, 2)
-    form(everyone, range(2))
-    assert is_anybody_left(store)
-    everyone[0].tell_gone(0, "x")
-    everyone[0].tell_gone(1, "x")
-    assert not is_anybody_left(store)
-    assert not store.check([ENDED])
-    everyone[1].tell_end()
-    assert store.check([ENDED])
-
-
-def test_a_process_that_was_silent_before_is_not_waited_for_as_long_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """But one that has beaten since, and one that nobody watched, is."""
-    store, now_s = dist.HashStore(), [0.0]
-    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
-    own, other = (Heartbeat(store, number=number, interval_s=1.0) for number in range(2))
-    own.watch(Ring(numbers=(0, 1), rank=0))
-    other._round()
-    for _ in range(10):
-        now_s[0] += 1.0
-        own._round()
-    assert own.silence_s(1) == 9.0
-    assert own.silence_s(2) == 0.0
-    other._round()
-    assert own.silence_s(1) == 0.0
 
 
 def test_who_beats_is_waited_for_and_who_freezes_isnt_even_if_it_is_here() -> None:

@@ -17,7 +17,6 @@ def main() -> None:
     parser.add_argument("--output", type=pathlib.Path, required=True)
     parser.add_argument("--devices", type=int, default=3)
     parser.add_argument("--start-method", default="popen")
-    parser.add_argument("--fail-on", type=int, default=-1)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -34,22 +33,11 @@ def main() -> None:
     )
     trainer = L.Trainer(strategy=strategy, **quiet(devices=arguments.devices, max_steps=3))
     module = ToyModule(ToyOptions())
-    if arguments.fail_on >= 0:
-        module.fail_on = arguments.fail_on
-        module.on_train_batch_start = failing_hook(module)
     trainer.fit(module, loader(64, 4))
     rank = os.environ.get("RANK", trainer.global_rank)
     losses = [float(value) for value in module.losses]
     report = {"losses": losses, "sum": float(sum(p.sum() for p in module.parameters()))}
     (arguments.output / f"rank{rank}.json").write_text(json.dumps(report))
-
-
-def failing_hook(module: ToyModule):
-    def hook(batch, batch_idx):
-        if batch_idx == 1 and module.global_rank == module.fail_on:
-            raise ValueError("fails on purpose")
-
-    return hook
 
 
 if __name__ == "__main__":

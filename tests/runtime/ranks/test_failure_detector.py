@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +13,9 @@ import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.ranks import failure
-from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.failure import FailureDetector
-from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Silence, Watch
+from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, pipeline, plan_of, stage, train
 
@@ -120,51 +118,6 @@ def test_rank_0_may_leave_first_and_take_the_store_with_it(
     assert not left.was_ended.wait(3.0)
 
 
-def test_time_in_which_this_process_was_stopped_is_no_silence_of_others() -> None:
-    silence = Silence(nap_s=0.5)
-    silence.look("beat 1")
-    silence._looked_at_s -= 1000.0  # As if SIGSTOP had come now.
-    assert silence.look("beat 1") == pytest.approx(0.5)
-    assert silence.look("beat 2") == 0.0
-
-
-@pytest.mark.parametrize(
-    ("silence_s", "is_starting", "num_told"), [(1, 0, 0), (3, 0, 1), (3, 1, 0), (21, 1, 1)]
-)
-def test_a_silent_rank_is_missed_sooner_once_training_has_begun(
-    silence_s: float, is_starting: int, num_told: int
-) -> None:
-    seconds = {"timeout": timedelta(minutes=2), "silence": timedelta(seconds=2)}
-    told: list[int] = []
-    heard: Any = SimpleNamespace(interval_s=0.2, is_store_gone=False, num_rounds=1)
-    heard.tell = lambda rank, _: told.append(rank)
-    ring = Ring(numbers=(0, 1), rank=1, bulletin=Board(60.0))
-    detector, watch = FailureDetector(heard, ring, **seconds), Watch(ring)
-    detector.expect_slow_start(is_expected=bool(is_starting))
-    watch.peer_silence_s = silence_s
-    assert detector._judge(watch, Silence(1000.0)) is None
-    assert told == [0] * num_told
-
-
-def test_no_abort_is_under_way_once_nobody_is_judged(ranks: tuple[Watched, Watched]) -> None:
-    """It would hang up what the next generation opens."""
-    failed, other = ranks
-    begun, may_end, has_ended = (threading.Event() for _ in range(3))
-
-    def abort() -> None:
-        begun.set()
-        may_end.wait(PATIENCE_S)
-        has_ended.set()
-
-    other.abort = abort
-    failed.detector.report(ValueError("a bug"))
-    assert begun.wait(PATIENCE_S)
-    other.detector._interval_s = PATIENCE_S / 10
-    threading.Timer(0.1, may_end.set).start()
-    other.detector.pause()
-    assert has_ended.is_set()
-
-
 def test_a_process_that_only_beats_judges_nobody(ranks: tuple[Watched, Watched]) -> None:
     """As between two generations; what it is told is there once it judges again."""
     first, second = ranks
@@ -174,21 +127,6 @@ def test_a_process_that_only_beats_judges_nobody(ranks: tuple[Watched, Watched])
     first.detector.start()
     assert first.has_aborted.wait(PATIENCE_S)
     assert "a bug" in first.detector.explain()
-
-
-def test_abort_reaches_every_group_whatever_one_of_them_answers() -> None:
-    aborted = []
-
-    class Group:
-        def abort(self) -> None:
-            aborted.append(self)
-            raise RuntimeError("this backend can't")
-
-    groups = [Group() for _ in range(3)]
-    names = ("exchange", "values", "control")
-    comms = Communicators(global_rank=0, world_size=2, **dict(zip(names, groups, strict=True)))
-    comms.abort()
-    assert aborted == groups
 
 
 def test_what_nccl_could_not_allocate_here_is_no_failure_of_a_peer():
@@ -216,23 +154,6 @@ def test_whoever_stops_waits_for_what_is_aborted(ranks: tuple[Watched, Watched])
     goes_on.set()
     stopping.join(PATIENCE_S)
     assert order == ["aborted", "stopped"]
-
-
-def test_whoever_stops_before_aborting_has_begun_may(
-    ranks: tuple[Watched, Watched], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, other = ranks
-    ended, begin = threading.Event(), threading.Thread.start
-    ended.set()
-
-    def begin_late(thread: threading.Thread) -> None:
-        other.detector.stop()
-        begin(thread)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", begin_late)
-        other.detector._end_run("A rank failed.", ended)
-    assert other.has_aborted.wait(PATIENCE_S)
 
 
 def num_gloo_threads(_: int) -> int:

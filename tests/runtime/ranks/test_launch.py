@@ -65,13 +65,3 @@ def test_spawn_gives_the_same_and_brings_the_weights_home(
     assert code == 0, output
     # The losses stay with the module in the processes that trained it.
     assert [report["sum"] for report in reports_of(tmp_path)] == [popen_report["sum"]]
-
-
-def test_a_failing_rank_ends_the_script_with_an_error(tmp_path: pathlib.Path) -> None:
-    code, output = launch(SCRIPT, "--fail-on", "2", folder=tmp_path)
-    assert code != 0
-    assert "ValueError: fails on purpose" in output
-    assert not reports_of(tmp_path)
-    # The rank that failed says where; the others end by saying why.
-    assert "[rank2]: Traceback" in output
-    assert "PeerError: Rank 2 failed: ValueError: fails on purpose\n" in output

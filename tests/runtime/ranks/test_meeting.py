@@ -1,19 +1,25 @@
-"""Ranks that would run different things are named at the start, and batches are compared."""
+"""Ranks meet, or say why not; those that would run different things are named at the start."""
 
+import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.errors import BatchError, ConfigurationError, HeteroError
+from lightning_hetero.core.errors import ConfigurationError, HeteroError, PeerError
 from lightning_hetero.exchange.slices import ParameterSpec
-from lightning_hetero.models.batches import fingerprint_of
 from lightning_hetero.runtime.ranks import meeting
-from tests.processes import ProcessPool
+from lightning_hetero.runtime.ranks.communicators import Communicators, init_process_group
+from lightning_hetero.runtime.ranks.meeting import _meet, connect_store
+from tests.processes import ProcessPool, free_port
 from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.step_cases import STAGES, TinyModule
 from tests.toy import loader, quiet
@@ -77,34 +83,60 @@ def test_ranks_are_alike_whatever_the_order_of_their_sets() -> None:
         compare(roles=frozenset((0, 16)))
 
 
+def test_ranks_meet_in_a_store_full_of_their_forerunners_words() -> None:
+    store = dist.HashStore()
+    names = set()
+    for world_size in (3, 2, 4):
+        with ThreadPoolExecutor(world_size) as ranks:
+            found = list(
+                ranks.map(lambda r, n=world_size: _meet(store, r, n, 60.0), range(world_size))
+            )
+        assert len(set(found)) == 1
+        names.add(found[0])
+    assert len(names) == 3
+
+
+def test_a_rank_that_meets_nobody_says_what_may_be_wrong() -> None:
+    store = dist.HashStore()
+    store.set("answer/1", json.dumps(["old", "word of another start"]))
+    with pytest.raises(PeerError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE"):
+        _meet(store, 1, 2, 0.1)
+
+
+def meet_after_one_has_tried(rank: int) -> int:
+    distributed_c10d._world.group_count = rank  # Rank 1 is left from a meeting that broke off.
+    store = dist.PrefixStore("next", _connect())
+    timeout = timedelta(seconds=20)
+    init_process_group("gloo", store, rank, 2, timeout=timeout)
+    made = Communicators.create(device=torch.device("cpu"), timeout=timeout)
+    return len(made.gather_objects(rank))
+
+
+def _connect() -> dist.Store:
+    return next(iter(dist.rendezvous("env://")))[0]
+
+
 @pytest.mark.dist
-def test_batches_are_compared_by_what_they_hold_before_they_are_moved(pool: ProcessPool) -> None:
-    for text in pool.run(fit_on_other_device, 2):
-        assert "Ranks 0 and 1 of pipeline 0 got different batches" in text
+def test_ranks_meet_though_some_of_them_have_counted_groups_in_vain(pool: ProcessPool) -> None:
+    assert pool.run(meet_after_one_has_tried, 2) == [2, 2]
 
 
-def fit_on_other_device(rank: int) -> str:
-    """Train with other values on each rank, on a device whose tensors can't be read."""
-
-    class Unreadable(TinyModule):
-        def transfer_batch_to_device(self, batch: Any, *_: Any) -> Any:
-            moved.append(torch.is_tensor(batch[0]))
-            return [batch[0] * 0, batch[1] * 0]
-
-    moved: list[bool] = []
-    L.seed_everything(1, verbose=False)
-    strategy = HeteroStrategy(ParallelPlan.from_dict(STAGES))
-    trainer = L.Trainer(**quiet(strategy=strategy, devices=2, max_epochs=1))
-    try:
-        trainer.fit(Unreadable(), loader(4, 2, seed=rank))
-    except BatchError as error:
-        return str(error)
-    return ""
-
-
-def test_a_fingerprint_follows_number_shapes_and_values() -> None:
-    ids = torch.arange(6).reshape(2, 3)
-    known = fingerprint_of([ids, ids])
-    assert known == fingerprint_of([ids.clone(), ids.clone()])
-    others = ([ids], [ids, ids + 1], [ids, ids.reshape(3, 2)])
-    assert len({fingerprint_of(parts) for parts in others} | {known}) == 4
+@pytest.mark.parametrize("by_agent", [False, True])
+def test_a_rank_to_which_nobody_comes_says_how_to_wait_longer(
+    monkeypatch: pytest.MonkeyPatch, *, by_agent: bool
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(by_agent))
+    # On a busy machine it might come first.
+    monkeypatch.setattr(meeting, "end_process", lambda *_: None)
+    port, served = free_port(), list[Any]()
+    if by_agent:
+        served.append(dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False))
+    told = r"Rank 0 of 2 waited 0 s .*start_timeout"
+    with pytest.raises(PeerError, match=told):
+        connect_store(
+            "127.0.0.1",
+            port,
+            global_rank=0,
+            world_size=2,
+            start_timeout=timedelta(milliseconds=300),
+        )
