@@ -25,6 +25,7 @@ from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
+from lightning_hetero.core.reading import check_numbers
 from lightning_hetero.data.module import HeteroDataModule
 from lightning_hetero.models.batches import sample_tokens
 from lightning_hetero.planner import CandidatePlans
@@ -187,10 +188,8 @@ class AutoPlan:
     """An older profile is refused."""
 
     def __post_init__(self) -> None:
-        for name in ("sequence_length", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigurationError(f"AutoPlan has {name} {value}; it must be 1 or more.")
+        sizes = {name: getattr(self, name) for name in ("sequence_length", "batch_size")}
+        check_numbers(ConfigurationError, "AutoPlan", 1, **sizes)
         for name in ("microbatch_sizes", "tp_degrees"):
             values = getattr(self, name)
             if values is not None and (not values or min(values) < 1):

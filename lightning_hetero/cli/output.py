@@ -13,11 +13,12 @@ from rich.table import Table
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
     CostModel,
-    PlanTable,
     ProfileCost,
     Simulation,
     devices_line,
+    plan_table,
     precision_notes,
+    simulated_facts,
     tuning_notes,
 )
 
@@ -40,18 +41,32 @@ def output_console() -> Console:
 
 
 def print_plan(
-    console: Console,
+    plan: ParallelPlan,
     cost: CostModel,
-    table: PlanTable,
+    simulation: Simulation,
+    *,
+    counts: Sequence[int | None],
     lines: Sequence[str],
+    precision: str,
 ) -> None:
-    """Print a plan's table and the lines about it, problems in red."""
+    """Print a simulated plan's table and the lines about it, problems in red.
+
+    Args:
+        plan: The plan.
+        cost: The cost model of the simulation.
+        simulation: Its simulation.
+        counts: Micro-batches of each pipeline.
+        lines: What to print below the table; a line on what all rests on follows.
+        precision: The Trainer's precision.
+    """
+    console = output_console()
+    table = plan_table(plan, simulated_facts(plan, cost, simulation), counts)
     found = as_rich(f"{cost.model.name} on {devices_line(cost.cluster)}", table.header)
     for section in table.sections:  # A line between groups of like pipelines.
         for index, row in enumerate(section):
             found.add_row(*row, end_section=index == len(section) - 1)
     console.print(found)
-    for line in lines:
+    for line in (*lines, assumptions_line(cost, precision)):
         style = "bold red" if line.startswith("does not fit") else None
         console.print(line, style=style, highlight=False)
 

@@ -18,14 +18,7 @@ from lightning_hetero.cli.arguments import (
     cost_of,
     replicated_cost,
 )
-from lightning_hetero.cli.output import (
-    assumptions_line,
-    facts_of,
-    output_console,
-    price_line,
-    print_json,
-    print_plan,
-)
+from lightning_hetero.cli.output import facts_of, price_line, print_json, print_plan
 from lightning_hetero.cli.run_page.plan_page import draw_plan
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
@@ -39,7 +32,7 @@ from lightning_hetero.planner import (
 )
 from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import ProgressCallback
-from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
+from lightning_hetero.planner.scheduled import rank_scheduled, simulate_scheduled
 from lightning_hetero.planner.search import sizes_of
 from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.schedules import Schedule
@@ -47,10 +40,8 @@ from lightning_hetero.simulator import (
     CostModel,
     bound_line,
     fitting_lines,
-    plan_table,
     prediction_lines,
     simulate,
-    simulated_facts,
     split_batch,
 )
 
@@ -117,7 +108,17 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json(_as_json(result, cost, baselines, arguments))
     else:
-        _print_tables(result, scheduled, cost, baselines, arguments)
+        best = result.best
+        counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
+        lines = [*_summary(result, cost, baselines), f"schedule        {scheduled}"]
+        print_plan(
+            best.plan,
+            cost,
+            best.simulation,
+            counts=counts,
+            lines=lines,
+            precision=arguments.precision,
+        )
     _write(arguments, result, cost)
     return 0
 
@@ -134,23 +135,6 @@ def _plan(
             return plan_best_size(cost, workload, options, progress=progress)
         sized = replace(workload, sequences_per_microbatch=arguments.micro_batch_size)
         return plan(cost.cluster, cost.model, sized, options, cost=cost, progress=progress)
-
-
-def _print_tables(
-    result: PlanningResult,
-    scheduled: Scheduled,
-    cost: CostModel,
-    baselines: Sequence[_Baseline],
-    arguments: argparse.Namespace,
-) -> None:
-    console = output_console()
-    best = result.best
-    counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
-    known = simulated_facts(best.plan, cost, best.simulation)
-    table = plan_table(best.plan, known, counts)
-    lines = [*_summary(result, cost, baselines), f"schedule        {scheduled}"]
-    lines.append(assumptions_line(cost, arguments.precision))
-    print_plan(console, cost, table, lines)
 
 
 def _as_json(

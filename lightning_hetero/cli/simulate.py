@@ -11,23 +11,14 @@ from lightning_hetero.cli.arguments import (
     cost_of,
     predict,
 )
-from lightning_hetero.cli.output import (
-    assumptions_line,
-    facts_of,
-    output_console,
-    price_line,
-    print_json,
-    print_plan,
-)
+from lightning_hetero.cli.output import facts_of, price_line, print_json, print_plan
 from lightning_hetero.cli.run_page.plan_page import draw_plan
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
     CostModel,
     Simulation,
     fitting_lines,
-    plan_table,
     prediction_lines,
-    simulated_facts,
 )
 
 __all__ = ["add_arguments", "run_simulate"]
@@ -60,12 +51,11 @@ def run_simulate(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_json({"model": cost.model.name, "precision": arguments.precision, **facts})
     else:
-        known = simulated_facts(plan, cost, simulation)
-        table = plan_table(plan, known, [len(items) for items in batches])
-        lines = _summary(plan, cost, simulation, facts)
-        lines.append(f"schedule        {scheduled}")
-        lines.append(assumptions_line(cost, arguments.precision))
-        print_plan(output_console(), cost, table, lines)
+        counts = [len(items) for items in batches]
+        lines = [*_summary(plan, cost, simulation, facts), f"schedule        {scheduled}"]
+        print_plan(
+            plan, cost, simulation, counts=counts, lines=lines, precision=arguments.precision
+        )
     if arguments.plot:
         draw_plan(arguments.plot, plan, cost, simulation)
     return 0

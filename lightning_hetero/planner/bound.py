@@ -21,7 +21,8 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.linear_program import LinearProgram
-from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.planner.placement import Option
+from lightning_hetero.planner.stages import Ownership, Stages
 
 __all__ = ["bound_price", "bound_time_s", "work_bound"]
 

@@ -19,8 +19,8 @@ from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.planner.balancing import Splits, balance_layers
 from lightning_hetero.planner.pace import Pace, finish_s
-from lightning_hetero.planner.placement import Group, MappingOrder
-from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.planner.placement import MappingOrder, Option
+from lightning_hetero.planner.stages import Ownership, Stages, StageTable
 
 __all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate"]
 
@@ -43,12 +43,6 @@ class Column(NamedTuple):
     """Sequences of a micro-batch."""
     inside: tuple[bool, ...] | None = None
     """Whether each two stages share a node; None until they are placed."""
-
-    @property
-    def group(self) -> Group:
-        """The stages without layers, to be placed."""
-        kinds, degrees = zip(*self.options, strict=True)
-        return Group(degrees, kinds)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -86,29 +80,33 @@ class ColumnTimes:
         share = stages.workload.num_microbatches / ownership.num_pipelines
         self.usual = max(1, round(share))
 
+    def _tables(self, options: Sequence[Option]) -> list[tuple[int, StageTable]]:
+        """Return each stage's position from the end, and its table."""
+        last, table = len(options) - 1, self.stages.table
+        return [
+            (last - index, table(option, self.ownership, index == 0, index == last))
+            for index, option in enumerate(options)
+        ]
+
     def _is_recomputing(self, column: Column) -> bool:
         """Return whether a stage recomputes a layer."""
-        last = len(column.layers) - 1
-        for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
-            table = self.stages.table(option, self.ownership, index == 0, index == last)
-            if table.levels[0, last - index, count] != 0:
-                return True
-        return False
+        tables = zip(self._tables(column.options), column.layers, strict=True)
+        return any(table.levels[0, place, count] != 0 for (place, table), count in tables)
 
     def _stage_times(self, column: Column) -> _Stages | None:
         """Return (forward, backward, room) of each stage; None if one doesn't fit."""
-        found, last = [], len(column.layers) - 1
-        for index, (option, count) in enumerate(zip(*column[:2], strict=True)):
-            table = self.stages.table(option, self.ownership, index == 0, index == last)
-            if last - index >= table.total_s.shape[1]:
+        found = []
+        tables = zip(self._tables(column.options), column.layers, strict=True)
+        for (place, table), count in tables:
+            if place >= table.total_s.shape[1]:
                 return None
-            times_s = table.total_s[:, last - index, count]
+            times_s = table.total_s[:, place, count]
             variant = int(np.argmin(times_s))
             total_s = float(times_s[variant])
             if total_s == np.inf:
                 return None
             forward_s = float(table.forward_s[count])
-            rooms = table.room[:, last - index, count]
+            rooms = table.room[:, place, count]
             found.append((forward_s, total_s - forward_s, float(rooms[variant])))
         return found
 
@@ -180,30 +178,24 @@ class ColumnTimes:
         They are those of the pull of one unit and of all, of the push of one and of all, and of the
         step.
         """
-        pull, push, step_s = self._exchange_s(option, count, in_pipeline, ends)
-        return *pull, *push, step_s, 1 - 1 / (count + sum(ends))
-
-    def _exchange_s(
-        self, option: Option, count: int, in_pipeline: int, ends: tuple[bool, bool]
-    ) -> tuple[tuple[float, float], tuple[float, float], float]:
-        """Return (one unit, all units) of a stage's pull, the same of its push, and its step."""
         stages, layout = self.stages, self.stages.cost.layout
         model, num = stages.cost.model, self.ownership.num_pipelines
         shape = stages.shape(option, count, first=ends[0], last=ends[1])
         step_s = stages.cost.update_s(shape, stages.cost.num_owned_params(shape, num))
+        hidden = 1 - 1 / (count + sum(ends))
         if num == 1:
-            return (0.0, 0.0), (0.0, 0.0), step_s
+            return 0.0, 0.0, 0.0, 0.0, step_s, hidden
         latency_s, byte_s = self.unit_s(option, in_pipeline)
         sizes = [model.params_per_layer] * count
         sizes += [model.embedding_params] * ends[0] + [model.head_params] * ends[1]
         total = sum(sizes) / option.tp_degree
         edge = (sizes[-1] if ends[0] else sizes[0]) / option.tp_degree
-        pair = []
+        found = []
         for width in (layout.weight_bytes * layout.sharded, layout.pushed_bytes):
             factor = 1 if layout.sharded else 2
-            one = (latency_s + edge * width * byte_s * factor) * bool(width)
-            pair.append((one, (len(sizes) * latency_s + total * width * byte_s * factor)))
-        return pair[0], pair[1], step_s
+            found.append((latency_s + edge * width * byte_s * factor) * bool(width))
+            found.append(len(sizes) * latency_s + total * width * byte_s * factor)
+        return *found, step_s, hidden
 
     def _unit_s(self, option: Option, in_pipeline: int) -> tuple[float, float]:
         """Return seconds of latency, and per byte of a holder's shard, to exchange with others.
@@ -229,20 +221,21 @@ class ColumnTimes:
 
     def _balance(self, options: tuple[Option, ...]) -> tuple[int, ...] | None:
         """Return the layers of a pipeline's stages by Eq. 4, or None if they don't fit."""
-        rows = self._seconds(options)
-        return balance_layers(rows, self.stages.num_layers) if rows else None
+        tables = self._tables(options)
+        if any(place >= table.total_s.shape[1] for place, table in tables):
+            return None
+        rows = [table.total_s[:, place].min(axis=0) for place, table in tables]
+        return balance_layers(rows, self.stages.num_layers)
 
     def split_rows(self, options: tuple[Option, ...]) -> FloatArray:
         """Return [8, stages, layers] seconds of each stage with so many layers.
 
         They are those of a forward and of a backward, and the six of `_exchange`.
         """
-        last, devices = len(options) - 1, self._devices(options)
-        rows = []
-        for index, option in enumerate(options):
-            ends = index == 0, index == last
-            table = self.stages.table(option, self.ownership, *ends)
-            total_s = table.total_s[:, last - index].min(axis=0)
+        devices, rows = self._devices(options), []
+        for option, (place, table) in zip(options, self._tables(options), strict=True):
+            ends = place == len(options) - 1, place == 0
+            total_s = table.total_s[:, place].min(axis=0)
             exchange = self.exchange_rows(option, devices[option.node_class], ends)
             rows.append(np.vstack([table.forward_s, total_s - table.forward_s, exchange]))
         return np.stack(rows, axis=1)
@@ -255,17 +248,6 @@ class ColumnTimes:
         for count in range(1, self.stages.num_layers + 1):
             found[:, count] = self.exchange(option, count, in_pipeline, ends)
         return found
-
-    def _seconds(self, options: tuple[Option, ...]) -> list[FloatArray]:
-        """Return [layers] seconds of each stage; empty if so many stages don't fit."""
-        rows, last = [], len(options) - 1
-        for index, option in enumerate(options):
-            table = self.stages.table(option, self.ownership, index == 0, index == last)
-            place = last - index
-            if place >= table.total_s.shape[1]:
-                return []
-            rows.append(table.total_s[:, place].min(axis=0))
-        return rows
 
     def _hops_s(
         self, options: tuple[Option, ...], placed: tuple[bool, ...] | None
@@ -320,7 +302,9 @@ class ColumnTimes:
         found: FloatArray = np.zeros(self.stages.num_layers + 1)
         times_s = self.stages.times_s(option, True, False)
         for count in range(1, self.stages.num_layers + 1):
-            pull, push, step = self._exchange_s(option, count, option.tp_degree, (True, False))
-            hidden_s = times_s[1, count] * (1 - 1 / (count + 1))
-            found[count] = pull[0] + max(push[0], push[1] - hidden_s) + step
+            pull, _, push, pushes, step, hidden = self.exchange(
+                option, count, option.tp_degree, (True, False)
+            )
+            hidden_s = times_s[1, count] * hidden
+            found[count] = pull + max(push, pushes - hidden_s) + step
         return found

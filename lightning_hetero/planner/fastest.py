@@ -17,9 +17,10 @@ from lightning_hetero.planner.improve import Improver
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.master import Master, Mix
 from lightning_hetero.planner.pace import deal
-from lightning_hetero.planner.placement import MappingOrder, PipelineNodes, place
+from lightning_hetero.planner.placement import MappingOrder, Option, place, share_nodes
+from lightning_hetero.planner.pricing import growing
 from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
-from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, Simulation
 
@@ -27,24 +28,20 @@ __all__ = ["FastestPlans", "SearchTask", "priced"]
 
 _NEAR = 1.06
 """Masters whose T is up to this multiple of the best one's have their mixes placed."""
-_NARROWED = 3
-"""Most stages that get a lower TP degree so that nodes can hold a mix."""
 _MASTERS = 8
 """Most masters near the best one whose mixes are used, for each ownership."""
-_SHIFTED = 6
-"""How many of the fastest mixes get their layers moved between stages, too."""
-_PLACED = 24
-"""How many of the mixes that are fastest by their columns' times are placed and simulated."""
-_IMPROVED = 12
-"""How many of the fastest placed plans the last local search begins from."""
+_PLACED = 12
+"""How many mixes of each ownership, the fastest by their columns' times, are placed and simulated,
+and how many of these the last local search begins from."""
 _WORK = 5_000
 """Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
-_NUMBERS, _ALIKE = 4, 4
-"""How many numbers of pipelines get a local search of their own, and its starting plans."""
+_ALIKE = 4
+"""How many numbers of pipelines get a local search of their own, and its starting plans; and how
+many stages get a lower TP degree, at most, so that nodes can hold a mix."""
 _SIZES_KEPT = 3
 """How many sizes of micro-batches, those best alone, may be mixed in one plan."""
-_FAR, _FAR_IN_A_ROW = 1.25, 2
-"""No more pipelines are tried once so many numbers in a row had a T of so many times the best."""
+_FAR = 1.25
+"""No more pipelines are tried once two numbers in a row had a T of so many times the best."""
 _FINE = 0.03
 """Numbers of pipelines closer to the best one than this share are not tried."""
 _SAME_ORDER = 3e-3
@@ -83,8 +80,7 @@ class FastestPlans:
 
     def least_s(self) -> float:
         """Return the least seconds of fractional pipelines."""
-        self.solved_for = list(self.stages)
-        return self._masters_of(self.solved_for)
+        return self._masters_of(list(self.stages))
 
     def run(self, start: ParallelPlan | None) -> list[PlannedCandidate]:
         """Return plans that fit, best first."""
@@ -96,7 +92,7 @@ class FastestPlans:
         candidates = self._placed(mixes)
         running = self._candidate_of(start) if start is not None else None
         ranked = sorted(candidates, key=self.judge.seconds)
-        begin = ranked[:_IMPROVED] + ([running] if running is not None else [])
+        begin = ranked[:_PLACED] + ([running] if running is not None else [])
         self.task.progress("Improving the best plans", 0.6)
         improved = self._improved(ranked, begin)
         plans: dict[ParallelPlan, PlannedCandidate] = {}
@@ -114,7 +110,7 @@ class FastestPlans:
         for item in ranked:
             alike.setdefault(len(item.layers), []).append(item)
         found = []
-        for starts in list(alike.values())[:_NUMBERS]:
+        for starts in list(alike.values())[:_ALIKE]:
             found.append(Improver(self.judge, most_work // 4).improve(starts[:_ALIKE]))
         best = [item for item in found if item is not None]
         best.sort(key=self.judge.seconds)
@@ -126,14 +122,11 @@ class FastestPlans:
         if len(self.stages) == 1:
             return list(self.stages)
         alone: dict[int, float] = {}
-        self.solved_for = []
         for size in self.stages:
-            self.solved.clear()
             alone[size] = self._masters_of([size])
             worse = [s for s in alone.values() if s > min(alone.values())]
             if len(worse) > 1 and list(alone.values())[-2:] == worse[-2:]:
                 break
-        self.solved.clear()
         best = min(alone.values())
         return sorted(sorted(alone, key=alone.__getitem__)[:_SIZES_KEPT]) if best else list(alone)
 
@@ -141,44 +134,38 @@ class FastestPlans:
 
     def _masters_of(self, sizes: Sequence[int]) -> float:
         """Solve masters for numbers of pipelines worth trying; return the least T."""
+        self.solved.clear()
+        self.solved_for = list(sizes)
         total = self.any_stages.workload.global_batch_size // min(sizes)
         top = min(total, sum(self.any_stages.devices.values()))
-        orders = (MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER)
-        times: dict[tuple[int, MappingOrder], float] = {}
+        near, far = MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER
+        numbers = self._scan(lambda n: self._solve(Ownership(n), near), growing(top))
+        times = {owner.num_pipelines: master.time_s for (owner, _), master in self.solved.items()}
+        best = min(times, key=times.__getitem__)
+        other = self._solve(Ownership(best), far)
+        if not abs(other / times[best] - 1) < _SAME_ORDER:
+            self._descend(lambda n: self._solve(Ownership(n), far), numbers, best)
+        if self.judge.cost.layout.is_owned_by_room:
+            self._follow_room(numbers, best)
+        return min(master.time_s for master in self.solved.values())
 
-        def solve(number: int, order: MappingOrder) -> float:
-            if (number, order) not in times:
-                upper_s = min(times.values(), default=float("inf"))
-                times[number, order] = self._solve(Ownership(number), order, sizes, upper_s)
-            return times[number, order]
+    def _follow_room(self, numbers: Sequence[int], best: int) -> None:
+        """Solve masters with owners by room for the best number, and for more than fit otherwise.
 
-        numbers = _numbers(top)
-        numbers = self._scan(lambda n: solve(n, orders[0]), numbers)
-        near = sorted((n for n, o in times if o is orders[0]), key=lambda n: times[n, orders[0]])
-        best = near[0]
-        other = solve(best, orders[1])
-        if not abs(other / times[best, orders[0]] - 1) < _SAME_ORDER:
-            self._descend(lambda n: solve(n, orders[1]), numbers, best)
-        least_s = min(times.values())
-        if not self.judge.cost.layout.is_owned_by_room:
-            return least_s
-        rooms: dict[int, float] = {}
+        If they gain something there, for the numbers next to it, too.
+        """
 
-        def solve_by_room(number: int) -> float:
-            if number not in rooms:
-                upper_s = min(rooms.values(), default=float("inf"))
-                rooms[number] = self._solve(Ownership(number, True), orders[0], sizes, upper_s)
-            return rooms[number]
+        def solve(number: int) -> float:
+            return self._solve(Ownership(number, by_room=True), MappingOrder.STAGES_TOGETHER)
 
-        # Owners by room may help the best number, or make more pipelines fit.
-        lacking = [n for (n, order), seconds in times.items() if n > best and seconds == np.inf]
-        near = [best, *([min(lacking)] if lacking else [])]
-        if least_s < np.inf and min(map(solve_by_room, near)) > least_s * (1 - _SAME_ORDER):
-            return min(least_s, *rooms.values())
-        self._descend(solve_by_room, sorted({*numbers, *near}), min(near, key=solve_by_room))
-        best = min(rooms, key=rooms.__getitem__)
-        other = self._solve(Ownership(best, True), orders[1], sizes, rooms[best])
-        return min(least_s, rooms[best], other)
+        least_s = min(master.time_s for master in self.solved.values())
+        lacking = {o.num_pipelines for (o, _), m in self.solved.items() if m.time_s == np.inf}
+        near = [best, *sorted(number for number in lacking if number > best)[:1]]
+        if least_s < np.inf and min(map(solve, near)) > least_s * (1 - _SAME_ORDER):
+            return
+        self._descend(solve, sorted({*numbers, *near}), min(near, key=solve))
+        rooms = {o: master.time_s for (o, _), master in self.solved.items() if o.by_room}
+        self._solve(min(rooms, key=rooms.__getitem__), MappingOrder.PIPELINES_TOGETHER)
 
     def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> list[int]:
         """Try numbers of pipelines in order, until more are worse, and those around the best."""
@@ -187,7 +174,7 @@ class FastestPlans:
             known[number] = solve(number)
             best = min(known.values())
             worse = [seconds > _FAR * best for seconds in known.values()]
-            if len(worse) > _FAR_IN_A_ROW and all(worse[-_FAR_IN_A_ROW:]) and best < np.inf:
+            if len(worse) > 2 and all(worse[-2:]) and best < np.inf:
                 break
         self._refine(solve, known)
         return sorted(known)
@@ -216,15 +203,18 @@ class FastestPlans:
             for number in sorted(new):
                 known[number] = solve(number)
 
-    def _solve(
-        self, ownership: Ownership, order: MappingOrder, sizes: Sequence[int], upper_s: float
-    ) -> float:
-        master = Master([self.judge.times(size, ownership, order) for size in sizes])
-        near = [m for (o, d), m in self.solved.items() if d is order or len(self.solved) < 3]
-        for other in near[-2:]:
-            master.add(other.promising())
-        self.solved[ownership, order] = master
-        return master.solve(upper_s)
+    def _solve(self, ownership: Ownership, order: MappingOrder) -> float:
+        """Return the least T of a master, solved once, with the best columns of those before."""
+        if (ownership, order) not in self.solved:
+            masters = [self.judge.times(size, ownership, order) for size in self.solved_for]
+            master, before = Master(masters), list(self.solved.items())
+            near = [m for (_, other), m in before if other is order or len(before) < 3]
+            for other in near[-2:]:
+                master.add(other.promising())
+            alike = [m.time_s for (o, _), m in before if o.by_room is ownership.by_room]
+            self.solved[ownership, order] = master
+            master.solve(min(alike, default=np.inf))
+        return self.solved[ownership, order].time_s
 
     def _mixes(self) -> list[tuple[Master, Mix]]:
         """Return whole mixes of the masters near the best one of each ownership, fastest first.
@@ -242,8 +232,8 @@ class FastestPlans:
             alike = sorted(near, key=lambda master: master.time_s)
             near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
             mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
-            found += mixes[: _PLACED // 2]
-            found += [(master, master.shifted(mix)) for master, mix in mixes[:_SHIFTED]]
+            found += mixes[:_PLACED]
+            found += [(master, master.shifted(mix)) for master, mix in mixes[:_MASTERS]]
         return _distinct(found)
 
     # -- candidates -----------------------------------------------------------------------------
@@ -262,23 +252,23 @@ class FastestPlans:
         """Return a mix on nodes; where they can't hold it, with narrower stages."""
         columns = [column for column, number in mix.columns for _ in range(number)]
         kinds, counts = self.any_stages.class_of_node, self.any_stages.counts
-        arrangement = place([column.group for column in columns], kinds, counts, order)
-        for _ in range(_NARROWED):
+        arrangement = place([column.options for column in columns], kinds, counts, order)
+        for _ in range(_ALIKE):
             if arrangement is not None:
                 break
             narrow = sorted(self._narrower(master, columns), key=lambda pair: pair[0])
             if not narrow:
                 return None
             placed = (
-                (place([c.group for c in row], kinds, counts, order), row) for _, row in narrow
+                (place([c.options for c in row], kinds, counts, order), row) for _, row in narrow
             )
             fitting = ((found, row) for found, row in placed if found is not None)
             arrangement, columns = next(fitting, (None, narrow[0][1]))
         if arrangement is None:
             return None
         columns = [
-            column._replace(inside=pipeline.inside)
-            for column, pipeline in zip(columns, arrangement, strict=True)
+            column._replace(inside=share_nodes(stages))
+            for column, stages in zip(columns, arrangement, strict=True)
         ]
         rates = [master.times[column.size].rate(column) for column in columns]
         known = [rate for rate in rates if rate is not None]
@@ -340,7 +330,7 @@ class FastestPlans:
         if not set(sizes) <= self.stages.keys() or start.num_layers != self.any_stages.num_layers:
             return None
         candidate = Candidate(
-            arrangement=tuple(PipelineNodes.of_stages(row) for row in rows),
+            arrangement=tuple(map(tuple, rows)),
             layers=tuple(tuple(len(s.layers) for s in p.stages) for p in pipelines),
             sizes=tuple(sizes),
             counts=tuple(counts),
@@ -353,15 +343,6 @@ def _distinct(mixes: list[tuple[Master, Mix]]) -> list[tuple[Master, Mix]]:
     ordered = sorted(mixes, key=lambda pair: pair[1].time_s, reverse=True)
     kept = {(master.ownership, mix.columns): (master, mix) for master, mix in ordered}
     return sorted(kept.values(), key=lambda pair: pair[1].time_s)
-
-
-def _numbers(top: int) -> list[int]:
-    """Return numbers of pipelines to try: 1, 2, 3, 4, and then half as many more each time."""
-    found, number = [], 1
-    while number < top:
-        found.append(number)
-        number = max(number + 1, number * 3 // 2)
-    return [*found, top]
 
 
 def priced(found: ParallelPlan, simulation: Simulation, cost: CostModel) -> PlannedCandidate:

@@ -17,7 +17,7 @@ from lightning_hetero.planner.columns import Column, Rate
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.neighbourhood import Neighbourhood, Pipeline
 from lightning_hetero.planner.pace import deal
-from lightning_hetero.planner.placement import MappingOrder, PipelineNodes
+from lightning_hetero.planner.placement import MappingOrder, PlacedStages, share_nodes
 from lightning_hetero.planner.stages import Ownership
 
 __all__ = ["Improver"]
@@ -44,7 +44,7 @@ _CHEAP = 16
 class _Timed(NamedTuple):
     """A pipeline with its layers, seconds and needs."""
 
-    nodes: PipelineNodes
+    stages: PlacedStages
     layers: tuple[int, ...]
     rate: Rate
     is_recomputing: bool
@@ -95,8 +95,8 @@ class Improver:
     def _likeliest(self, plan: Candidate, seen: set[Candidate]) -> list[Candidate]:
         """Return the neighbours of a plan that may be the fastest, those not seen."""
         own = [
-            Pipeline(nodes.stages, size, layers, count)
-            for nodes, size, layers, count in zip(
+            Pipeline(stages, size, layers, count)
+            for stages, size, layers, count in zip(
                 plan.arrangement, plan.sizes, plan.layers, plan.counts, strict=True
             )
         ]
@@ -195,7 +195,7 @@ class Improver:
             seconds += share * (_last_end_s(spare, counts) - seconds)
             timed = spare if share > _MUCH else timed
         candidate = Candidate(
-            arrangement=tuple([item.nodes for item in timed]),
+            arrangement=tuple([item.stages for item in timed]),
             layers=tuple([item.layers for item in timed]),
             sizes=tuple(sizes),
             counts=tuple(counts),
@@ -211,17 +211,15 @@ class Improver:
             known[pipeline] = None
             if layers:
                 options = self.judge.options(pipeline.stages)
-                inside = PipelineNodes.of_stages(pipeline.stages).inside
-                column = Column(options, layers, pipeline.size, inside)
+                column = Column(options, layers, pipeline.size, share_nodes(pipeline.stages))
                 columns.setdefault(pipeline.size, {})[pipeline] = column
         for size, column_of in columns.items():
             times = self.judge.times(size, ownership, MappingOrder.STAGES_TOGETHER)
             rates = times.rates(list(column_of.values()))
             for (pipeline, column), rate in zip(column_of.items(), rates, strict=True):
                 if rate is not None:
-                    nodes = PipelineNodes.of_stages(pipeline.stages)
                     is_recomputing = times.is_recomputing(column)
-                    known[pipeline] = _Timed(nodes, column.layers, rate, is_recomputing)
+                    known[pipeline] = _Timed(pipeline.stages, column.layers, rate, is_recomputing)
 
     def _layers(
         self, pipelines: Sequence[Pipeline], ownership: Ownership
@@ -234,7 +232,7 @@ class Improver:
             wanted = [
                 (
                     self.judge.options(p.stages),
-                    PipelineNodes.of_stages(p.stages).inside,
+                    share_nodes(p.stages),
                     p.count or times.usual,
                 )
                 for p in bare

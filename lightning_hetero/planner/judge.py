@@ -7,8 +7,8 @@ from functools import cache, partial
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.columns import ColumnTimes
 from lightning_hetero.planner.memory import idle_capacity, own_microbatches, settle_memory
-from lightning_hetero.planner.placement import Arrangement, MappingOrder, to_plan
-from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.planner.placement import Arrangement, MappingOrder, Option, to_plan
+from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.simulator import CostModel, Simulation, simulate
 
 __all__ = ["Candidate", "Judge"]

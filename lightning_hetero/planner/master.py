@@ -25,8 +25,8 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
 from lightning_hetero.planner.memory import idle_capacity
+from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
-from lightning_hetero.planner.stages import Option
 
 __all__ = ["Master", "Mix"]
 
@@ -42,18 +42,16 @@ _ROUNDING = 1e-7
 """Share of all parameters that may lack room by rounding."""
 _CLOSE = 2e-4
 """Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
-_PROMISING = 80
-"""How many columns of least reduced cost a master passes on to the next one."""
-_WHOLE = 200
-"""How many columns of least reduced cost the integer programme chooses among."""
+_PROMISING = 150
+"""How many columns of least reduced cost a master passes on to the next one, and how many the
+integer programme chooses among."""
 _NODES = 60
 """Most nodes of its branch and bound: half a second."""
 _FEW_BLOCKS = 3
 """Every order of a pipeline's blocks of equal stages is tried up to so many blocks."""
 _SHIFTED = 6
-"""How many columns of least reduced cost get their layers moved between stages."""
-_ALIKE = 3
-"""How many mixes of one column alone are added to those of branch and bound."""
+"""How many columns of least reduced cost get their layers moved between stages, and how many mixes
+of one column alone are added to those of branch and bound."""
 _FEW = 24
 """Pipelines of up to so many micro-batches are valued by whole ones, each 4 % or more."""
 
@@ -130,10 +128,11 @@ class Master:
         self.time_s = min(alone, upper_s * 4)
         for _ in range(_ROUNDS):
             before_s = self.time_s
-            duals_now = self._newton()
-            if duals_now is None:
+            duals = self._newton()
+            if duals is None:
+                self.time_s = np.inf
                 return np.inf
-            found = self._price(self.time_s, duals_now, least)
+            found = self._price(self.time_s, duals, least)
             added = self.add([column for _, column in found[:_ADDED]])
             if not added and self.time_s > before_s * (1 - _CLOSE):
                 break
@@ -274,7 +273,7 @@ class Master:
         fill = np.array([rate.fill_s for rate in rates])
         value = (self.time_s - fill) / _slopes(columns, rates)
         loss = self._reduced_cost(columns, duals) - 1e9 * (x > 1e-9)
-        order = np.argsort(loss, kind="stable")[:_WHOLE]
+        order = np.argsort(loss, kind="stable")[:_PROMISING]
         chosen = order[value[order] > 0.5]
         if not len(chosen):
             return []
@@ -292,7 +291,7 @@ class Master:
             if number and not (self.by_room and number * rate.room < self.needed_room):
                 count = -(-self.total // (column.size * number))
                 found.append(Mix(((column, number),), rate.ends_s(count)))
-        return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
+        return sorted(found, key=lambda mix: mix.time_s)[:_SHIFTED]
 
     def shift_best(self) -> None:
         """Add the columns that run with layers moved between stages, and solve again."""

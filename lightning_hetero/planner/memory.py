@@ -8,6 +8,7 @@ far as it has room, and the rest goes to the others in proportion to the room th
 """
 
 import heapq
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,18 +112,9 @@ class _Stage:
         return self.cost.usable_bytes(shape.device) - memory.total
 
     def _least(self, fits: Callable[[int], bool]) -> int | None:
-        if fits(0):
-            return 0
-        low, high = 1, self.most()
-        if not fits(high):
-            return None
-        while low < high:
-            middle = (low + high) // 2
-            if fits(middle):
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        levels = range(self.most() + 1)
+        found = 0 if fits(0) else bisect_left(levels, True, key=fits)
+        return found if found < len(levels) else None
 
 
 def _owned_capacity(

@@ -2,7 +2,7 @@
 
 Devices of a node are interchangeable, so a stage is described by its node; ranks are assigned last.
 
-`place` decides which node each stage of each group runs on (AutoHet §III-C, Algorithm 1 line
+`place` decides which node each stage of each pipeline runs on (AutoHet §III-C, Algorithm 1 line
 10). Tensor parallelism stays inside a node. One order favours data parallelism: it places the same
 stage of all pipelines together (stage by stage), so gradients stay inside nodes and activations
 cross them. The other order (pipeline by pipeline) keeps activations inside and lets gradients
@@ -12,49 +12,39 @@ cross. Both orders are starting points that the simulator judges.
 import itertools
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 
 __all__ = [
     "Arrangement",
-    "Group",
     "MappingOrder",
-    "PipelineNodes",
+    "Option",
+    "PlacedStages",
     "classify_nodes",
     "place",
+    "share_nodes",
     "to_plan",
 ]
 
 
-class PipelineNodes(NamedTuple):
-    """One pipeline's stages by node."""
+class Option(NamedTuple):
+    """One way to run a stage: on which class of nodes, on how many of a node's devices."""
 
-    tp_degrees: tuple[int, ...]
-    """Devices of every stage, first stage first; all in the stage's node."""
-    nodes: tuple[int, ...]
-    """Node of every stage."""
-
-    @property
-    def stages(self) -> tuple[tuple[int, int], ...]:
-        """(node, devices) of every stage."""
-        return tuple(zip(self.nodes, self.tp_degrees, strict=True))
-
-    @property
-    def inside(self) -> tuple[bool, ...]:
-        """Whether each two neighbouring stages share a node."""
-        return tuple([one == other for one, other in itertools.pairwise(self.nodes)])
-
-    @classmethod
-    def of_stages(cls, stages: Sequence[tuple[int, int]]) -> Self:
-        """Return the pipeline of (node, devices) of every stage."""
-        nodes, tp_degrees = zip(*stages, strict=True)
-        return cls(tp_degrees, nodes)
+    node_class: int
+    tp_degree: int
 
 
-Arrangement = tuple[PipelineNodes, ...]
+PlacedStages = tuple[tuple[int, int], ...]
+"""(node, TP degree) of every stage of a pipeline, first stage first."""
+Arrangement = tuple[PlacedStages, ...]
 """All pipelines; devices that are in none of them are idle."""
+
+
+def share_nodes(stages: PlacedStages) -> tuple[bool, ...]:
+    """Return whether each two neighbouring stages share a node."""
+    return tuple([one[0] == other[0] for one, other in itertools.pairwise(stages)])
 
 
 def classify_nodes(cluster: Cluster) -> tuple[int, ...]:
@@ -99,7 +89,7 @@ def to_plan(
     slots = [
         (-tp_degree, index, stage, node)
         for index, pipeline in enumerate(arrangement)
-        for stage, (node, tp_degree) in enumerate(pipeline.stages)
+        for stage, (node, tp_degree) in enumerate(pipeline)
     ]
     ranks: dict[tuple[int, int], tuple[int, ...]] = {}
     # Wide groups first: they then start at multiples of their width, which suits node topologies.
@@ -127,26 +117,20 @@ class MappingOrder(StrEnum):
     """All stages of a pipeline: activations stay inside nodes."""
 
 
-class Group(NamedTuple):
-    """The stages of one pipeline, by class of nodes; their nodes are still open."""
-
-    tp_degrees: tuple[int, ...]
-    """Devices of every stage, first stage first."""
-    classes: tuple[int, ...]
-    """Class of nodes of every stage."""
-
-
 def place(
-    groups: Sequence[Group], classes: Sequence[int], counts: Sequence[int], order: MappingOrder
+    pipelines: Sequence[Sequence[Option]],
+    classes: Sequence[int],
+    counts: Sequence[int],
+    order: MappingOrder,
 ) -> Arrangement | None:
-    """Return an arrangement of the groups, in their order, or None if the nodes can't hold them.
+    """Return an arrangement of pipelines, in their order, or None if the nodes can't hold them.
 
     The widest stages come first. For STAGES_TOGETHER a stage takes the first node with room. For
     PIPELINES_TOGETHER it stays on the node of the stage before; else it takes the node that all the
     stages of its class which follow fill best, or the one with the most room.
 
     Args:
-        groups: The pipelines.
+        pipelines: Class of nodes and TP degree of every stage.
         classes: Class of every node.
         counts: Devices of every node.
         order: What to keep together.
@@ -155,24 +139,25 @@ def place(
     for node, kind in enumerate(classes):
         nodes_of.setdefault(kind, []).append(node)
     is_near = order is MappingOrder.PIPELINES_TOGETHER
-    found = (_pipelines_together if is_near else _stages_together)(groups, nodes_of, list(counts))
+    found = (_pipelines_together if is_near else _stages_together)(
+        pipelines, nodes_of, list(counts)
+    )
     if found is None:
         return None
     return tuple(
-        PipelineNodes(group.tp_degrees, tuple(nodes))
-        for group, nodes in zip(groups, found, strict=True)
+        tuple((node, option.tp_degree) for node, option in zip(nodes, options, strict=True))
+        for nodes, options in zip(found, pipelines, strict=True)
     )
 
 
 def _stages_together(
-    groups: Sequence[Group], nodes_of: dict[int, list[int]], free: list[int]
+    pipelines: Sequence[Sequence[Option]], nodes_of: dict[int, list[int]], free: list[int]
 ) -> list[list[int]] | None:
-    slots = [(g, s) for g, group in enumerate(groups) for s in range(len(group.classes))]
-    slots.sort(key=lambda slot: (-groups[slot[0]].tp_degrees[slot[1]], slot[1]))
-    placed = [[-1] * len(group.classes) for group in groups]
-    for g, s in slots:
-        tp_degree = groups[g].tp_degrees[s]
-        candidates = nodes_of.get(groups[g].classes[s], [])
+    slots = [(p, s, *option) for p, row in enumerate(pipelines) for s, option in enumerate(row)]
+    slots.sort(key=lambda slot: (-slot[3], slot[1]))
+    placed = [[-1] * len(row) for row in pipelines]
+    for p, s, kind, tp_degree in slots:
+        candidates = nodes_of.get(kind, [])
         # Nodes are filled one after the other; a full one is dropped from the front for good.
         while candidates and free[candidates[0]] < 1:
             candidates.pop(0)
@@ -180,24 +165,22 @@ def _stages_together(
         if chosen is None:
             return None
         free[chosen] -= tp_degree
-        placed[g][s] = chosen
+        placed[p][s] = chosen
     return placed
 
 
 def _pipelines_together(
-    groups: Sequence[Group], nodes_of: dict[int, list[int]], free: list[int]
+    pipelines: Sequence[Sequence[Option]], nodes_of: dict[int, list[int]], free: list[int]
 ) -> list[list[int]] | None:
-    placed = [[-1] * len(group.classes) for group in groups]
-    wide_first = sorted(
-        range(len(groups)), key=lambda g: (-max(groups[g].tp_degrees), -sum(groups[g].tp_degrees))
-    )
-    for g in wide_first:
-        group, chosen = groups[g], -1
-        for s, (tp_degree, kind) in enumerate(zip(*group, strict=True)):
-            near = s and group.classes[s - 1] == kind and free[chosen] >= tp_degree
+    placed = [[-1] * len(row) for row in pipelines]
+    degrees = [[option.tp_degree for option in row] for row in pipelines]
+    wide_first = sorted(range(len(pipelines)), key=lambda p: (-max(degrees[p]), -sum(degrees[p])))
+    for p in wide_first:
+        options, chosen = pipelines[p], -1
+        for s, (kind, tp_degree) in enumerate(options):
+            near = s and options[s - 1].node_class == kind and free[chosen] >= tp_degree
             if not near:
-                rest = zip(group.tp_degrees[s:], group.classes[s:], strict=True)
-                needed = sum(degree for degree, of in rest if of == kind)
+                needed = sum(degree for of, degree in options[s:] if of == kind)
                 room = [node for node in nodes_of.get(kind, []) if free[node] >= tp_degree]
                 if not room:
                     return None
@@ -208,5 +191,5 @@ def _pipelines_together(
                     else max(room, key=free.__getitem__)
                 )
             free[chosen] -= tp_degree
-            placed[g][s] = chosen
+            placed[p][s] = chosen
     return placed

@@ -132,18 +132,15 @@ def _search(
     # The fastest plans may need more of a host than it has, so all of them are kept.
     every = replace(options, num_candidates=_ON_HOSTS)
     on_hosts = _Search(replace(task, cost=relaxed, options=every), sizes).run(None)
-    if on_hosts is None:
-        if found is None:
-            raise PlanningError(explain_no_room(relaxed, workload, degrees))
-        return found
     try:
-        kept = replace(
-            on_hosts, candidates=candidates_on_hosts(on_hosts, cost)[: options.num_candidates]
-        )
+        if on_hosts is None:
+            raise PlanningError(explain_no_room(relaxed, workload, degrees))
+        candidates = candidates_on_hosts(on_hosts, cost)
     except PlanningError:
         if found is None:
             raise
         return found
+    kept = replace(on_hosts, candidates=candidates[: options.num_candidates])
     if found is None:
         return kept
     bound_s = min(found.lower_bound_s, kept.lower_bound_s)

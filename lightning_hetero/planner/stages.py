@@ -18,22 +18,15 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.memory import room_to_own
-from lightning_hetero.planner.placement import classify_nodes
+from lightning_hetero.planner.placement import Option, classify_nodes
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape
 from lightning_hetero.simulator.memory import push_buffer_bytes
 
-__all__ = ["Option", "Ownership", "StageTable", "Stages"]
+__all__ = ["Ownership", "StageTable", "Stages"]
 
 _MOST_STAGES = 64
 """Stages of a pipeline at most: longer ones lose more to their bubbles than any memory gains."""
-
-
-class Option(NamedTuple):
-    """One way to run a stage: on which class of nodes, on how many of a node's devices."""
-
-    node_class: int
-    tp_degree: int
 
 
 class Ownership(NamedTuple):

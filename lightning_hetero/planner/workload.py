@@ -78,9 +78,7 @@ class PlanningOptions:
     num_candidates: int = 5
     """How many of the best plans to return, 1 or more."""
     thorough: bool = True
-    """Whether a search for 7 to 512 devices takes longer where the best plan is far above the lower
-    bound: it then improves more plans, and looks beyond local optima (up to 32 devices) or for
-    plans that do less, without recomputation and with equal shares (with more)."""
+    """Whether local search may do all that it is allowed to, or an eighth of that."""
 
     def __post_init__(self) -> None:
         if self.objective not in list(Objective):

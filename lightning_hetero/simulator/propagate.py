@@ -19,7 +19,7 @@ import bisect
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from lightning_hetero.core.actions import Action, ActionKind
@@ -27,7 +27,7 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.places import stages_by_worker
 from lightning_hetero.schedules import usual_actions
 
-__all__ = ["EqualTimes", "Orders", "Step", "Timeline", "propagate", "propagate_all"]
+__all__ = ["EqualTimes", "Orders", "Step", "Timeline", "propagate"]
 
 Orders = Sequence[Sequence[Action]]
 """The actions of each worker of a pipeline, in the order in which it runs them."""
@@ -77,10 +77,6 @@ class EqualTimes:
     """How many they are, 1 or more."""
     weight_s: tuple[float, ...] = ()
     """The part of each stage's backward that a W action takes; not needed without such actions."""
-
-    def repeated(self, num_microbatches: int) -> "EqualTimes":
-        """Return the times of so many such micro-batches."""
-        return replace(self, num_microbatches=num_microbatches)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,38 +149,6 @@ def propagate(
         last_s=tuple(last_s),
         events=tuple(events) if record else (),
     )
-
-
-def propagate_all(
-    compute: Sequence[EqualTimes | Sequence[EqualTimes]],
-    starts: Sequence[Sequence[float]],
-    orders: Sequence[Orders | None] | None = None,
-    workers: Sequence[Sequence[int]] | None = None,
-    *,
-    blocking: bool,
-    record: bool = False,
-) -> list[Timeline]:
-    """Return the timeline of every pipeline; equal ones are run only once.
-
-    Arguments are those of `propagate`, for each pipeline.
-    """
-    timelines: list[Timeline] = []
-    known: dict[tuple[object, ...], Timeline] = {}
-    none = [None] * len(starts)
-    every = zip(compute, starts, orders or none, workers or [()] * len(starts), strict=True)
-    for times, start, order, own in every:
-        key = (
-            times if isinstance(times, EqualTimes) else tuple(times),
-            tuple(start),
-            order if order is None else tuple(map(tuple, order)),
-            tuple(own),
-        )
-        if key not in known:
-            known[key] = propagate(
-                times, start, orders=order, workers=own, blocking=blocking, record=record
-            )
-        timelines.append(known[key])
-    return timelines
 
 
 class _State(NamedTuple):

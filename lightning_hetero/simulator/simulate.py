@@ -15,7 +15,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.exchange import exchange_of
 from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
-from lightning_hetero.simulator.propagate import Orders, Timeline, propagate_all
+from lightning_hetero.simulator.propagate import Orders, Timeline, propagate
 from lightning_hetero.simulator.work import PipelineWork
 
 __all__ = ["Event", "Simulation", "host_bytes", "simulate", "split_batch"]
@@ -162,13 +162,8 @@ def simulate(
     works = [PipelineWork(plan, m[0], cost, microbatches[m[0]], every[m[0]]) for m in kinds]
     exchange = exchange_of(plan, kinds, cost)
     pulled = exchange.pull_start_s([work.first_forward_s for work in works])
-    timelines = propagate_all(
-        [work.times for work in works],
-        pulled,
-        [work.orders for work in works],
-        [work.workers for work in works],
-        blocking=cost.layout.blocking_messages,
-        record=record_events,
+    timelines = _propagate(
+        works, pulled, blocking=cost.layout.blocking_messages, record=record_events
     )
     computed = [timeline.end_s for timeline in timelines]
     has_work = [bool(work.microbatches) for work in works]
@@ -178,8 +173,10 @@ def simulate(
         [end + step for end, step in zip(*rows, strict=True)]
         for rows in zip(pushed, steps, strict=True)
     ]
-    ends = _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
-    iteration_s, exchange_s = ends.iteration_s, ends.exposed_s(has_work)
+    iteration_s = max(map(max, stepped))
+    first_s = min(row[0] for row in itertools.compress(pulled, has_work))
+    last_s = max(map(max, itertools.compress(computed, has_work)))
+    exchange_s = iteration_s - last_s + first_s
     busy = [tuple([seconds / iteration_s for seconds in line.busy_s]) for line in timelines]
     every_work = [works[kind] for kind in kind_of]
     every_busy = tuple([busy[kind] for kind in kind_of])
@@ -195,10 +192,25 @@ def simulate(
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
         bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / iteration_s),
-        events=_events([timelines[kind] for kind in kind_of], ends.of(kind_of))
-        if record_events
-        else (),
+        events=_events(kind_of, timelines, pulled, pushed, stepped) if record_events else (),
     )
+
+
+def _propagate(
+    works: Sequence[PipelineWork], starts: Sequence[Sequence[float]], **options: bool
+) -> list[Timeline]:
+    """Return the timeline of every pipeline; equal ones are run only once."""
+    known: dict[object, Timeline] = {}
+    timelines = []
+    for work, start in zip(works, starts, strict=True):
+        orders = work.orders and tuple(map(tuple, work.orders))
+        key = tuple(work.times), tuple(start), orders, work.workers
+        if key not in known:
+            known[key] = propagate(
+                work.times, start, orders=work.orders, workers=work.workers, **options
+            )
+        timelines.append(known[key])
+    return timelines
 
 
 def _alike(
@@ -234,32 +246,6 @@ def _summary(microbatches: Sequence[MicroBatchShape]) -> tuple[object, ...]:
     if len(set(microbatches)) == 1:
         return len(microbatches), microbatches[0]
     return tuple(microbatches)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Ends:
-    """When each phase of an iteration ends, as [pipeline][stage]."""
-
-    pulled: Sequence[Sequence[float]]
-    computed: Sequence[Sequence[float]]
-    pushed: Sequence[Sequence[float]]
-    stepped: Sequence[Sequence[float]]
-
-    def of(self, rows: Sequence[int]) -> "_Ends":
-        """Return the ends of these rows."""
-        every = (self.pulled, self.computed, self.pushed, self.stepped)
-        pulled, computed, pushed, stepped = ([times[row] for row in rows] for times in every)
-        return _Ends(pulled=pulled, computed=computed, pushed=pushed, stepped=stepped)
-
-    @property
-    def iteration_s(self) -> float:
-        return max(map(max, self.stepped))
-
-    def exposed_s(self, has_work: Sequence[bool]) -> float:
-        """Return the seconds before the first forward and after the last backward."""
-        first = min(row[0] for row, work in zip(self.pulled, has_work, strict=True) if work)
-        last = max(max(row) for row, work in zip(self.computed, has_work, strict=True) if work)
-        return self.iteration_s - last + first
 
 
 def _check(
@@ -333,16 +319,25 @@ def _bottleneck(
     return f"{where} ({shape.tp_degree} × {shape.device}, busy {share:.0%})"
 
 
-def _events(timelines: Sequence[Timeline], ends: _Ends) -> tuple[Event, ...]:
+def _events(
+    kind_of: Sequence[int],
+    timelines: Sequence[Timeline],
+    pulled_s: Sequence[Sequence[float]],
+    pushed_s: Sequence[Sequence[float]],
+    stepped_s: Sequence[Sequence[float]],
+) -> tuple[Event, ...]:
+    """Return all events; times are those of each kind of pipelines, as [kind][stage]."""
     events = []
-    for p, timeline in enumerate(timelines):
-        pulled, computed, pushed = ends.pulled[p], ends.computed[p], ends.pushed[p]
-        for s in range(len(timeline.end_s)):
-            if pulled[s]:
-                events.append(Event(p, s, "pull", -1, 0.0, pulled[s]))
-        events += [Event(p, s, kind, m, a, b) for kind, s, m, a, b in timeline.events]
-        for s in range(len(timeline.end_s)):
-            if pushed[s] > computed[s]:
-                events.append(Event(p, s, "push", -1, computed[s], pushed[s]))
-            events.append(Event(p, s, "step", -1, pushed[s], ends.stepped[p][s]))
+    for p, kind in enumerate(kind_of):
+        computed = timelines[kind].end_s
+        for s, end_s in enumerate(pulled_s[kind]):
+            if end_s:
+                events.append(Event(p, s, "pull", -1, 0.0, end_s))
+        events += [Event(p, s, what, m, a, b) for what, s, m, a, b in timelines[kind].events]
+        for s, (start_s, pushed, stepped) in enumerate(
+            zip(computed, pushed_s[kind], stepped_s[kind], strict=True)
+        ):
+            if pushed > start_s:
+                events.append(Event(p, s, "push", -1, start_s, pushed))
+            events.append(Event(p, s, "step", -1, pushed, stepped))
     return tuple(events)

@@ -6,6 +6,7 @@ does: both call `core.recomputation.fewest_recomputed`, with the same tokens and
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby, pairwise
 
@@ -99,7 +100,9 @@ class PipelineWork:
                 1,
                 tuple([cost.weight_s(s, batch) for s in shapes]) if self.orders else (),
             )
-        return [known[key].repeated(len([*same])) for key, same in groupby(self._keys)]
+        return [
+            replace(known[key], num_microbatches=len([*same])) for key, same in groupby(self._keys)
+        ]
 
     @property
     def first_forward_s(self) -> Sequence[float]:

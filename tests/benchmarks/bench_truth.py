@@ -28,10 +28,11 @@ _ROOFLINE = "attention efficiency revised after seeing these stages"
 
 def run() -> list[Row]:
     """Return the rows of measured plans, of the roofline and of the simulator's own speed."""
-    return [*_measured_plans(), *_roofline(), _speed()]
+    return [*measured_plans(), *roofline(), _speed()]
 
 
-def _measured_plans() -> list[Row]:
+def measured_plans() -> list[Row]:
+    """Return the rows of Sailor's runs; none without its data beside the repository."""
     rows, time_errors, memory_errors = [], [], []
     for path in sorted((ROOT / "measured").glob("*.json")):
         measured = load_run(path)
@@ -59,11 +60,12 @@ def _measured_plans() -> list[Row]:
         *rows,
         Row.of_share("mean error of iteration time", statistics.mean(time_errors), 0.08, _TIMES),
         Row.of_share("worst error of iteration time", max(time_errors), 0.20, _TIMES),
-        Row.of_share("worst error of peak memory", max(memory_errors), 0.15, _MEMORY),
+        Row.of_share("worst error of peak memory", max(memory_errors), 0.05, _MEMORY),
     ]
 
 
-def _roofline() -> list[Row]:
+def roofline() -> list[Row]:
+    """Return the rows of Hydraulis's stages; none without its data beside the repository."""
     path = ROOT.parent / "hydraulis/llama13b-a800.json"
     if not path.exists():
         return []
@@ -78,8 +80,10 @@ def _roofline() -> list[Row]:
             measured_s = (scheme["a"] * length**2 + scheme["b"] * length + scheme["c"]) / 1e3
             errors.append(abs(sum(cost.compute_s(shape, (length,))) / measured_s - 1))
     return [
-        Row.of_share(
-            "roofline, mean error of A800 stages", statistics.mean(errors), 0.20, _ROOFLINE
+        Row.of_share(f"roofline, {what} error of A800 stages", value, target, _ROOFLINE)
+        for what, value, target in (
+            ("mean", statistics.mean(errors), 0.20),
+            ("worst", max(errors), 0.30),
         )
     ]
 

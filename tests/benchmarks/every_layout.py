@@ -18,8 +18,8 @@ from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.columns import Column
 from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.pace import deal
-from lightning_hetero.planner.placement import Group, MappingOrder, place
-from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.planner.placement import MappingOrder, Option, place
+from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import valid_tp_degrees
 from tests.benchmarks.search_laws import Task
 
@@ -165,43 +165,41 @@ def every_grouping(
 
 def every_layout(
     stages: Stages, groupings: Sequence[tuple[PipelineUnits, ...]]
-) -> Iterator[list[Group]]:
+) -> Iterator[list[tuple[Option, ...]]]:
     """Yield all layouts of groupings: classes slowest first in all pipelines, or fastest first."""
     kinds = list(stages.counts_of_class)
     slowness = [stages.times_s(Option(kind, 1), False, False)[:, 1].sum() for kind in kinds]
     order = sorted(range(len(kinds)), key=lambda index: -slowness[index])
     for chosen in groupings:
-        found: dict[tuple[Group, ...], None] = {}
+        found: dict[tuple[tuple[Option, ...], ...], None] = {}
         for direction in (order, order[::-1]):
-            groups = (
-                Group(
-                    (tp,) * sum(row),
-                    tuple(kinds[index] for index in direction for _ in range(row[index])),
-                )
+            pipelines = (
+                tuple(Option(kinds[i], tp) for i in direction for _ in range(row[i]))
                 for tp, row in chosen
             )
-            found[tuple(groups)] = None
+            found[tuple(pipelines)] = None
         yield from map(list, found)
 
 
-def _estimate(judge: Judge, groups: Sequence[Group]) -> tuple[float, list[Candidate]] | None:
+def _estimate(
+    judge: Judge, options: Sequence[tuple[Option, ...]]
+) -> tuple[float, list[Candidate]] | None:
     """Return the seconds of a layout, and it with layers, micro-batches and nodes; None if not."""
     size, stages = judge.workload.sequences_per_microbatch, judge.any_stages
     found: tuple[float, list[Candidate]] | None = None
     for by_room in (False, True):
-        ownership = Ownership(len(groups), by_room)
+        ownership = Ownership(len(options), by_room)
         times = judge.times(size, ownership, MappingOrder.STAGES_TOGETHER)
-        options = [tuple(map(Option, group.classes, group.tp_degrees)) for group in groups]
         layers = [times.balance(row) for row in options]
         if None in layers:
             continue
         columns = [Column(*pair, size) for pair in zip(options, layers, strict=True)]
         rates = [times.rate(column) for column in columns]
-        sizes = (size,) * len(groups)
+        sizes = (size,) * len(options)
         counts = deal(rates, sizes, judge.workload.global_batch_size)
         if counts is None:
             continue
-        placed = (place(groups, stages.class_of_node, stages.counts, o) for o in MappingOrder)
+        placed = (place(options, stages.class_of_node, stages.counts, o) for o in MappingOrder)
         candidates = [
             Candidate(arrangement=item, layers=tuple(layers), sizes=sizes, counts=tuple(counts))
             for item in placed

@@ -24,7 +24,12 @@ from tests.callbacks.faults import FILES, METHODS, arm
 from tests.callbacks.in_place import playing, undisturbed
 from tests.callbacks.test_in_place import check_steps, trained
 
-pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+    pytest.mark.filterwarnings("ignore"),
+]
 
 NUM_STEPS = 84
 EVERY = 2

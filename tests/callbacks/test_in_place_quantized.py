@@ -13,7 +13,7 @@ from torch import nn
 from lightning_hetero.runtime.setup.layout import find_layers
 from tests.callbacks.in_place import Node, playing, undisturbed
 from tests.callbacks.test_in_place import trained
-from tests.runtime.huggingface_runs import make_model
+from tests.runtime.huggingface_runs import base_model, make_model
 from tests.runtime.peft_runs import PeftCase, quantize, with_adapters
 from tests.toy import ADAM_EPS, VOCABULARY
 
@@ -50,11 +50,6 @@ class Quantized(L.LightningModule):
     ) -> None:
         super().__init__()
         torch.manual_seed(5)
-        base = make_model(model, vocab_size=VOCABULARY)
-        if folder is None and kind is not None:
-            _, layers = find_layers(base, None)
-            for layer in layers:
-                quantize(layer, kind)
         case = PeftCase(
             model=model,
             plan={} if is_planned else None,
@@ -62,6 +57,11 @@ class Quantized(L.LightningModule):
             while_loading=kind,
             adapters=adapters or {},
         )
+        base = make_model(model, vocab_size=VOCABULARY) if folder is None else base_model(case)
+        if folder is None and kind is not None:
+            _, layers = find_layers(base, None)
+            for layer in layers:
+                quantize(layer, kind)
         self.model = with_adapters(base, case)
         for name, weight in self.model.named_parameters():
             if "lora_B" in name:

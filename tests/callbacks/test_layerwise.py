@@ -15,7 +15,7 @@ import pytest
 
 from lightning_hetero.callbacks import LayerwiseCheckpoint
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.checkpoint import FsspecStore, LocalStore, claims
+from lightning_hetero.checkpoint import LocalStore, claims
 from lightning_hetero.checkpoint.claims import OWNER_FILE
 from lightning_hetero.core.errors import CheckpointError
 from tests.callbacks.layerwise_runs import Leg, export, fit, train
@@ -189,26 +189,6 @@ def test_memory_is_freed_only_once_another_place_has_the_newest_checkpoint(
     assert not list((tmp_path / "shm").rglob("*.safetensors"))
 
 
-def test_a_remote_that_cannot_be_listed_never_starts_training_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    url = f"memory://{tmp_path.name}"
-    train(url, 2)
-
-    def down(self: FsspecStore) -> dict[str, int]:
-        raise ConnectionError("answered 500")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FsspecStore, "list", down)
-        for more, told in (
-            ({}, r"3 attempts.*500.*skip_unreadable=True"),
-            ({"skip_unreadable": True}, "Nothing to go on from is left"),
-        ):
-            with pytest.raises(CheckpointError, match=told):
-                train(url, 4, **more)
-    assert len(train(url, 4)) == 2
-
-
 class Pauses(L.Callback):
     """An S3 server answers nothing from a step on, until the last one is trained."""
 
@@ -232,20 +212,6 @@ def test_an_s3_store_that_answers_nothing_stops_no_step_and_has_the_last_one_in_
         assert len(train("s3://bucket/run", 12, Pauses(server), **own)) == 12
         # All that was on the node is lost.
         assert len(train("s3://bucket/run", 14, **options)) == 2
-
-
-def test_a_relative_folder_is_where_training_began(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Wanders(L.Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-            (tmp_path / f"at-{trainer.global_step}").mkdir()
-            os.chdir(tmp_path / f"at-{trainer.global_step}")
-
-    monkeypatch.chdir(tmp_path)
-    train("run", 3, Wanders(), every_n_train_steps=1)
-    assert len(list((tmp_path / "run").glob("step-*"))) == 2
-    assert not list(tmp_path.glob("at-*/*"))
 
 
 def test_a_second_living_job_in_a_folder_is_refused_until_the_first_has_ended(

@@ -338,13 +338,3 @@ def test_what_an_error_of_memory_has_taught_shortens_budgets_and_what_is_predict
             assert usable - 2 * layer_bytes < used <= usable * (1 + 1e-9)
         budgets.append(plan.pipelines[1].stages[0].activation_budget_bytes)
     assert budgets[1] < budgets[0] / 1.5
-
-
-def test_the_assignment_gives_a_long_sequence_to_who_needn_t_recompute_it() -> None:
-    plan = with_budgets(two_stages(), SHORT, LONGEST)
-    first = plan_costs(plan, SHORT, context_length=LONGEST)[0]
-    # A little slower, but with room.
-    roomy = replace(first, b=1.02 * first.b, kept_len=2**40, recompute_share=0.0)
-    for own, counts in ((first, [0, 1]), (replace(first, recompute_share=0.0), [1, 0])):
-        chosen = assign_iteration([LONGEST - 384], [[own, roomy]])
-        assert [len(batches) for batches in chosen.microbatches] == counts

@@ -47,17 +47,9 @@ def test_balancing_equals_brute_force_in_maximum_and_in_sum(case):
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.lists(st.tuples(seconds, seconds), min_size=1, max_size=3),
-    st.integers(1, 3),
-    st.tuples(seconds, seconds),
-    st.data(),
-)
-def test_no_other_dealing_of_micro_batches_ends_sooner(kinds, copies, early, data):
+@given(st.lists(st.tuples(seconds, seconds), min_size=1, max_size=3), st.integers(1, 3), st.data())
+def test_no_other_dealing_of_micro_batches_ends_sooner(kinds, copies, data):
     paces = [pace for pace in itertools.starmap(Pace, kinds) for _ in range(copies)][:4]
-    # Exact ends of few micro-batches count before slope and fill.
-    ends = (early[0], sum(early), max(sum(early), paces[0].ends_s(3)))
-    paces[0] = Pace(paces[0].slope_s, paces[0].fill_s, ends)
     total = data.draw(st.integers(len(paces), 9))
     found = deal(paces, [1] * len(paces), total)
     assert sum(found) == total
@@ -65,11 +57,13 @@ def test_no_other_dealing_of_micro_batches_ends_sooner(kinds, copies, early, dat
     assert max(map(Pace.ends_s, paces, found)) == pytest.approx(least_s, rel=1e-9)
 
 
-def test_samples_that_fill_no_micro_batch_are_not_dealt():
+def test_samples_are_dealt_by_exact_ends_and_not_if_they_fill_no_micro_batch():
     paces = [Pace(1.0, 0.0), Pace(2.0, 0.0)]
     assert deal(paces, [4, 4], 18) is None
     assert deal(paces, [4, 2], 18) == [4, 1]
     assert deal(paces, [1, 1], 5, equally=True) == [3, 2]
+    # Exact ends of few micro-batches count before slope and fill.
+    assert deal([Pace(1.0, 0.0, early_s=(1.0, 9.0, 9.0)), paces[0]], [1, 1], 5) == [1, 4]
 
 
 @settings(max_examples=100, deadline=None)

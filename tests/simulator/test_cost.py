@@ -3,8 +3,6 @@
 import dataclasses
 import datetime
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +15,6 @@ from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, Profile
 from lightning_hetero.simulator import ProfileCost, RooflineCost, StageShape, StateLayout
 
-HYDRAULIS = Path(__file__).resolve().parents[2].parent / "shared/data/hydraulis/llama13b-a800.json"
 CLUSTER = Cluster(
     nodes=(
         Node(device="A100-80GB", count=4),
@@ -217,17 +214,3 @@ def test_the_terms_of_memory_add_up_and_buffers_take_the_room_of_activations():
     assert last.weights == 2 * (8 * LLAMA.params_per_layer + LLAMA.head_params)
     replicated = RooflineCost(CLUSTER, LLAMA, layout=StateLayout.replicated())
     assert replicated.stage_memory(shape, 4, [], 1).owned == 4 * idle.owned
-
-
-@pytest.mark.skipif(not HYDRAULIS.exists(), reason=f"no profile at {HYDRAULIS}")
-@pytest.mark.parametrize("length", [2048, 8192, 32768])
-def test_roofline_is_within_30_percent_of_measured_a800_stages(length):
-    data = json.loads(HYDRAULIS.read_text())
-    model = dataclasses.replace(ModelSpec.load("llama-13b"), vocab_size=data["model"]["vocab_size"])
-    cost = RooflineCost(Cluster(nodes=(Node(device="A800-80GB", count=8),)), model)
-    for scheme in data["schemes"]:
-        whole = scheme["pp"] == 1
-        layers = 40 // scheme["pp"]
-        shape = StageShape("A800-80GB", scheme["tp"], layers, has_embedding=whole, has_head=whole)
-        measured_s = (scheme["a"] * length**2 + scheme["b"] * length + scheme["c"]) / 1e3
-        assert sum(cost.compute_s(shape, (length,))) == pytest.approx(measured_s, rel=0.30)

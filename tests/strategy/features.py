@@ -149,11 +149,11 @@ def stop_early(rank: int, plan: dict[str, Any], world_size: int, folder: str) ->
     options = {**quiet(callbacks=[stopping, best], max_epochs=20), "enable_checkpointing": True}
     trainer = L.Trainer(**options, **strategy_of(plan, world_size))
     trainer.fit(WorseningModule(ToyOptions()), loader(8, 2), loader(4, 2, seed=1))
-    epochs = trainer.current_epoch
+    epochs, stopped = trainer.current_epoch, stopping.stopped_epoch
     trainer.test(ckpt_path="best", dataloaders=loader(4, 2, seed=2), verbose=False)
     return {
         "epochs": epochs,
-        "stopped": stopping.stopped_epoch,
+        "stopped": stopped,
         "best": Path(best.best_model_path).name,
         "score": float(best.best_model_score),
         "tested": metrics_of(trainer),

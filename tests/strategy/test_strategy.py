@@ -219,26 +219,6 @@ def test_steps_that_take_no_number_of_their_batch_draw_other_numbers_in_each() -
     }
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_saved_after_fit_and_validate_holds_what_the_optimizers_hold(
-    tmp_path: Path,
-) -> None:
-    module = ToyModule(ToyOptions())
-    strategy = HeteroStrategy(ParallelPlan.from_dict(plan_of(pipeline(stage(0, 0, 3)))))
-    trainer = L.Trainer(**quiet(max_epochs=1), strategy=strategy, devices=1)
-    trainer.fit(module, loader(8, 4))
-    trainer.save_checkpoint(tmp_path / "fitted.ckpt")
-    trainer.validate(module, loader(8, 4), verbose=False)
-    trainer.save_checkpoint(tmp_path / "validated.ckpt")
-    fitted, validated = (
-        torch.load(tmp_path / name, weights_only=True)["optimizer_states"][0]["state"]
-        for name in ("fitted.ckpt", "validated.ckpt")
-    )
-    assert len(fitted) == len(list(module.parameters()))
-    for index, state in fitted.items():
-        assert torch.equal(validated[index]["exp_avg"], state["exp_avg"])
-
-
 def test_a_module_that_is_built_empty_is_on_the_meta_device() -> None:
     trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
     with trainer.init_module(empty_init=True):

@@ -28,7 +28,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.columns import ColumnTimes
 from lightning_hetero.planner.hosts import check_hosts, cost_on_hosts
 from lightning_hetero.planner.master import Master
-from lightning_hetero.planner.placement import Group, MappingOrder, place, to_plan
+from lightning_hetero.planner.placement import MappingOrder, Option, place, to_plan
 from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
 from lightning_hetero.planner.proposing.proposal import (
     Scheme,
@@ -38,12 +38,14 @@ from lightning_hetero.planner.proposing.proposal import (
 )
 from lightning_hetero.planner.proposing.sequence_room import SequenceRoom, with_budgets
 from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
-from lightning_hetero.planner.stages import Option, Ownership, Stages
+from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, devices_line, host_bytes
 
 __all__ = ["CandidateOptions", "CandidatePlans", "propose_plans"]
 
+_Group = tuple[Option, ...]
+"""The stages of one pipeline, whose nodes are still open."""
 _MAX_STAGES = 16
 _MIXED_COUNTS = (1, 2, 4)
 """Stages on each of a mixed pipeline's two device types."""
@@ -186,7 +188,7 @@ class _CandidateSearch:
             )
         return self._choose(found, tuple(schemes.values()))
 
-    def _find(self, found: dict[ParallelPlan, tuple[PipelineCost, ...]]) -> dict[Group, Scheme]:
+    def _find(self, found: dict[ParallelPlan, tuple[PipelineCost, ...]]) -> dict[_Group, Scheme]:
         """Add proposed plans and their costs to `found`; return the schemes by group."""
         schemes = {
             group: scheme for group in self._groups() if (scheme := self._scheme(group)) is not None
@@ -213,11 +215,11 @@ class _CandidateSearch:
 
     # -- schemes and plans ----------------------------------------------------------------------
 
-    def _groups(self) -> Iterator[Group]:
+    def _groups(self) -> Iterator[_Group]:
         """Yield the groups that the cluster has devices for, none twice."""
         yield from dict.fromkeys([*self._enumerated(), *self._priced()])
 
-    def _priced(self) -> Iterator[Group]:
+    def _priced(self) -> Iterator[_Group]:
         """Yield the columns that masters use, for one, two, four, ... pipelines."""
         if not self.stages.options:
             return
@@ -225,9 +227,9 @@ class _CandidateSearch:
         for number in (1 << i for i in range(most.bit_length())):
             master = Master([self._times_of(number)])
             master.solve()
-            yield from (column.group for column, _ in master.best_columns())
+            yield from (column.options for column, _ in master.best_columns())
 
-    def _enumerated(self) -> Iterator[Group]:
+    def _enumerated(self) -> Iterator[_Group]:
         most = min(self.cost.model.num_layers, _MAX_STAGES)
         for degree in self.options.tp_degrees:
             units = {kind: self._num_units(kind, degree) for kind in self.stages.devices}
@@ -235,15 +237,15 @@ class _CandidateSearch:
                 for num_stages in range(1, min(most, count) + 1):
                     # All small depths; of the deep ones only those that use every device.
                     if num_stages <= 4 or count % num_stages == 0:
-                        yield Group((degree,) * num_stages, (kind,) * num_stages)
+                        yield (Option(kind, degree),) * num_stages
             usable = [kind for kind, count in units.items() if count]
             by_speed = sorted(usable, key=lambda kind: self._layer_s(kind, degree))
             for fast, slow in itertools.combinations(by_speed, 2):
                 for first, second in itertools.product(_MIXED_COUNTS, repeat=2):
                     fits = first <= units[slow] and second <= units[fast]
                     if fits and first + second <= most:
-                        degrees = (degree,) * (first + second)
-                        yield Group(degrees, (slow,) * first + (fast,) * second)
+                        own = Option(slow, degree), Option(fast, degree)
+                        yield (own[0],) * first + (own[1],) * second
 
     def _num_units(self, kind: int, tp_degree: int) -> int:
         return sum(count // tp_degree for count in self.stages.counts_of_class[kind])
@@ -251,9 +253,9 @@ class _CandidateSearch:
     def _layer_s(self, kind: int, degree: int) -> float:
         return float(self.stages.times_s(Option(kind, degree), False, False)[:, 1].sum())
 
-    def _scheme(self, group: Group) -> Scheme | None:
+    def _scheme(self, group: _Group) -> Scheme | None:
         """Return a group's scheme, costed in a plan of as many such pipelines as fit; else None."""
-        needed = Counter(zip(group.classes, group.tp_degrees, strict=True))
+        needed = Counter(group)
         copies = min(self._num_units(kind, degree) // n for (kind, degree), n in needed.items())
         plan = self._plan([group] * copies) if copies else None
         costs = None if plan is None else self._costs(plan)
@@ -265,7 +267,7 @@ class _CandidateSearch:
             taken[self.cost.cluster.nodes[node].device] += number * degree
         return Scheme(cost=costs[0], devices=tuple(taken.items()))
 
-    def _plan(self, groups: Sequence[Group]) -> ParallelPlan | None:
+    def _plan(self, groups: Sequence[_Group]) -> ParallelPlan | None:
         """Return the plan of groups on ranks; None if layers or nodes don't fit.
 
         Stages recompute if their pipeline couldn't hold the longest sample otherwise.
@@ -277,8 +279,7 @@ class _CandidateSearch:
         times = self._times_of(len(groups))
         rows = []
         for group in groups:
-            options = tuple(map(Option, group.classes, group.tp_degrees))
-            layers = times.balance(options)
+            layers = times.balance(group)
             if layers is None:
                 return None
             rows.append(layers)

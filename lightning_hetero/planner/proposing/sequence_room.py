@@ -7,6 +7,7 @@ activations, the stage keeps all of them up to T' = B / (W·n·K) tokens, and ho
 recomputes `n·K / (K - R)·(1 - T' / T)` layers, rounded up.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -176,11 +177,5 @@ def _with_budget(stage: StagePlan, room: _StageRoom, tokens: int) -> StagePlan:
 
 def _most(fits: Callable[[int], bool]) -> int:
     """Return the most tokens that fit, a multiple of 128; 0 if 128 don't."""
-    low, high = 0, _MOST_TOKENS // _MULTIPLE
-    while low < high:
-        middle = (low + high + 1) // 2
-        if fits(middle * _MULTIPLE):
-            low = middle
-        else:
-            high = middle - 1
-    return low * _MULTIPLE
+    sizes = range(_MULTIPLE, _MOST_TOKENS, _MULTIPLE)
+    return _MULTIPLE * bisect_left(sizes, True, key=lambda tokens: not fits(tokens))

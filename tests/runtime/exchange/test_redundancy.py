@@ -19,18 +19,8 @@ from lightning_hetero.runtime.exchange import even
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.testing import EmulatedDevices
 from tests.processes import ProcessFailed, ProcessPool
-from tests.runtime.runs import (
-    MODULES,
-    SEED,
-    Case,
-    Outcome,
-    RowsModule,
-    fit,
-    pipeline,
-    plan_of,
-    stage,
-    train,
-)
+from tests.runtime.case_modules import RowsModule
+from tests.runtime.runs import MODULES, SEED, Case, Outcome, fit, pipeline, plan_of, stage, train
 
 pytestmark = pytest.mark.dist
 

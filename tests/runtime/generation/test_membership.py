@@ -10,10 +10,8 @@ from lightning_hetero.core.errors import PeerError
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.generation.records import (
     Generation,
-    Member,
     is_anybody_left,
     reason_of,
-    say_here,
 )
 
 
@@ -125,26 +123,3 @@ def test_the_store_goes_with_whom_it_was_started_or_the_last_of_its_node(
     left = [item for item in everyone if item.number not in lost]
     form(left)
     assert left[-1].loses_store(frozenset(leaving)) == goes
-
-
-def test_who_beats_is_waited_for_and_who_freezes_isnt_even_if_it_is_here() -> None:
-    store = dist.HashStore()
-    everyone = members(store, 3)
-    form(everyone, range(3))
-    early, late, frozen = everyone
-    say_here(store, 1, Member(frozen.number, "b"))
-    seen: list[int] = []
-
-    def silence_s(number: int) -> float:
-        seen.append(number)
-        if len(seen) == 51:
-            thread.submit(late.form_next, signs, 1.0)
-        return 10.0 if number == frozen.number else 0.0
-
-    signs = SimpleNamespace(silence_s=silence_s)
-    with ThreadPoolExecutor(1) as thread:
-        formed = early.form_next(signs, 1.0)[1]
-    assert [member.number for member in formed.members] == [0, 1]
-    assert early.find_gone() is None
-    assert "no sign of life" in str(early.reason_of(2))
-    assert len(seen) > 50

@@ -5,19 +5,13 @@ import signal
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import Generation
 from tests.callbacks.in_place import BATCH, playing, undisturbed
 
-PATIENCE_S = 60.0
 _STUCK_S = 40.0
 """Shorter than ranks wait for a store, and much longer than a step."""
 
@@ -58,45 +52,6 @@ class Proxy:
                 self._flows.wait()
                 sink.sendall(data)
             sink.shutdown(socket.SHUT_RDWR)  # The thread of the other direction waits in it.
-
-
-def member_of(port: int, number: int, node: str) -> Membership:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
-    members = dist.PrefixStore("members", store)
-    return Membership(members, number=number, node=node, patience_s=PATIENCE_S)
-
-
-def test_of_two_sides_only_the_one_with_the_store_forms_a_generation() -> None:
-    """Here it is the smaller one: the store decides, not the number."""
-    num_cut_off = 3
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    proxy = Proxy(server.port)
-    near = [member_of(server.port, number, "a") for number in range(4 - num_cut_off)]
-    far = [member_of(proxy.port, number, "b") for number in range(4 - num_cut_off, 4)]
-    everyone, numbers = [*near, *far], [item.number for item in (*near, *far)]
-    with ThreadPoolExecutor(4) as threads:
-        first = list(threads.map(lambda item: item.form(numbers), everyone))
-    proxy.cut()
-
-    def form(item: Membership) -> Generation:
-        """Give up whoever isn't heard of: each side, all of the other one."""
-        others = far if item in near else near
-        return item.form(numbers, lambda number: number in {other.number for other in others})
-
-    with ThreadPoolExecutor(4) as threads:
-        cut_off = [threads.submit(form, item) for item in far]
-        going_on = list(threads.map(form, near))
-        assert [item.number for item in going_on[0].members] == numbers[: len(near)]
-        # While they are cut off they wait: they can't even give up the others.
-        assert not any(future.done() for future in cut_off)
-        assert all(item.generation == first[0] for item in far)
-        proxy.heal()
-        for future in cut_off:
-            with pytest.raises(PeerError, match=r"The others go on without this process"):
-                future.result(PATIENCE_S)
-    assert {str(item) for item in going_on} == {str(near[0].generation)}
-    assert all(item.generation == first[0] for item in far), "they are in no later generation"
-    assert all(near[0].reason_of(item.number) is None for item in near), "nobody gave these up"
 
 
 @pytest.mark.dist
