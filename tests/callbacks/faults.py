@@ -38,7 +38,7 @@ METHODS: dict[str, tuple[Any, str]] = {
 
 FILES: dict[str, Callable[[str, str], bool]] = {
     "memory file": lambda root, name: "/lightning_hetero-" in root and name.endswith("safetensors"),
-    "disk file": lambda root, name: root.endswith("/disk") and name.endswith("safetensors"),
+    "disk file": lambda root, name: "/disk-" in root and name.endswith("safetensors"),
     "upload": lambda root, name: root.endswith("/remote") and name.endswith("safetensors"),
     "manifest": lambda root, name: parse_manifest_name(name) is not None,
     "confirmation": lambda root, name: name.endswith("confirmed"),

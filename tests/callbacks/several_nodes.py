@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.callbacks.in_place import Node, keep_workers, train
+from tests.callbacks.in_place import Node, train
+from tests.callbacks.nodes import keep_workers
 from tests.processes import fork_server, free_port
 
 __all__ = ["NUM_RANKS", "Nodes", "playing_nodes"]

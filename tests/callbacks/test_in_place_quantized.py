@@ -94,6 +94,24 @@ class Unfrozen(Quantized):
         return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
 
 
+class UnfreezeAfterTwo(L.Callback):
+    """Unfreezes base layers after the second step."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            pl_module.backbone.requires_grad_(True)
+
+
+class UnfrozenOnce(Unfrozen):
+    """The same by a callback of one's own; the optimizer has all weights from the start."""
+
+    def configure_callbacks(self) -> Any:
+        return [UnfreezeAfterTwo()]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=2e-3, eps=ADAM_EPS)
+
+
 def check_losses(node: Node, expected: list[float]) -> None:
     """Wait for the end; compare the losses of all steps, on all ranks that trained them."""
     assert node.wait_for_end() == 0, node.log()
@@ -138,19 +156,29 @@ def test_survivors_read_the_layers_that_they_lack(
     assert [(item["is_live"], item["lost_steps"]) for item in recovered] == [(True, 0)] * 2
 
 
-def test_what_a_callback_has_unfrozen_trains_on_with_a_rank_that_joins_later(
-    tmp_path: Path,
-) -> None:
-    """And goes on with it when another rank is lost. The joiner's script begins frozen."""
-    num_steps = 56
-    expected = undisturbed(2, num_steps, make_module=partial(Unfrozen, is_planned=False))
+def test_what_a_callback_has_unfrozen_trains_on(tmp_path: Path) -> None:
+    """A rank is lost after the epoch began in which the base was unfrozen."""
+    expected = undisturbed(2, 36, make_module=partial(Unfrozen, is_planned=False))
     assert len({round(loss, 3) for loss in expected[30:]}) > 3
-    options = {"num_steps": num_steps, "every": 100, "redundancy": 1}
+    options = {"num_steps": 36, "every": 100, "redundancy": 1, "num_stages": 2}
     options["make_module"] = partial(Unfrozen, is_planned=True)
+    with playing(tmp_path / "run", NUM_RANKS, **options) as node:
+        node.wait_for_all(range(NUM_RANKS), 32)
+        node.strike(0)
+        node.let_go_on_to(36)
+        check_losses(node, expected)
+
+
+def test_what_was_unfrozen_trains_on_with_a_rank_that_joins_later(tmp_path: Path) -> None:
+    """And goes on with it when another rank is lost. The joiner's script begins frozen."""
+    num_steps = 44
+    expected = undisturbed(2, num_steps, make_module=partial(UnfrozenOnce, is_planned=False))
+    options = {"num_steps": num_steps, "every": 100, "redundancy": 1}
+    options["make_module"] = partial(UnfrozenOnce, is_planned=True)
     with playing(tmp_path / "run", 2, **options) as node:
-        node.wait_for_all((0,), 32)
+        node.wait_for_all((0,), 4)
         node.join("new")
-        joined = node.go_on_until(lambda: bool(node.records("new")), first=33, last=num_steps - 5)
+        joined = node.go_on_until(lambda: bool(node.records("new")), first=5, last=num_steps - 10)
         node.wait_for_all((0, 1, "new"), joined + 2)
         node.strike(1)
         node.let_go_on_to(num_steps)

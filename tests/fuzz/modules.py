@@ -1,8 +1,10 @@
 """The module of a recipe: ordinary PyTorch that plain Lightning trains."""
 
+import random
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -189,6 +191,8 @@ class FuzzedModule(L.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         ids, labels = batch
         logits = self.model(ids)
+        if self.recipe.dropout:
+            logits = logits * (1 + random.random() + float(np.random.rand()))
         return self._reduce(logits, labels[:, : logits.shape[1]]) + self._added()
 
     def _reduce(self, logits: Tensor, labels: Tensor) -> Tensor:
@@ -304,6 +308,9 @@ class SeededModule(FuzzedModule):
         iteration, index = divmod(batch_idx, self.num_microbatches)
         self.parts = (SEED, 0, self.current_epoch, iteration, index)
         self._seed(-1)
+        seed = seeds_of(1, *self.parts)[0]
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
         return super().training_step(batch, batch_idx)
 
 

@@ -16,6 +16,7 @@ PLANS: dict[str, tuple[dict[str, Any] | None, int]] = {
     "two stages": (plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3))), 2),
     "stages reversed": (plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3))), 2),
     "three stages": (plan_of(pipeline(stage(0, 0, 1), stage(2, 1, 2), stage(1, 2, 3))), 3),
+    "a rank at both ends": (plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(0, 2, 3))), 2),
     "data parallel": (plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3))), 2),
     "unequal pipelines": (
         plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(2, 0, 1), stage(1, 1, 3))),

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
 from lightning_hetero.models.packing import packed_cross_entropy
-from lightning_hetero.runtime.random_state import seeds_of
 from tests.toy import ADAM_EPS, GPT, VOCABULARY, TokenRows
 
 SEED = 11
@@ -209,35 +208,6 @@ class MaskingModule(Recorded):
 
     def train_dataloader(self) -> Any:
         return DataLoader(TokenRows(self.case.num_rows), batch_size=self.case.batch_size)
-
-
-class SeededMaskingModule(MaskingModule):
-    """The same module seeded by hand, one micro-batch a batch, as the documentation says."""
-
-    def __init__(self, case: Case, microbatches_per_iteration: int) -> None:
-        super().__init__(case)
-        self.per_iteration = microbatches_per_iteration
-        self.parts: tuple[int, ...] = ()
-        for index, block in enumerate(self.model.blocks):
-            block.register_forward_pre_hook(lambda *_, index=index: self.seed_torch(index))
-        self.model.blocks[-1].register_forward_hook(lambda *_: self.seed_torch(self.num_layers))
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.model.blocks)
-
-    def seed_torch(self, layer: int) -> None:
-        """Seed as before a layer; -1 stands for the step before them, their number for the rest."""
-        torch.manual_seed(seeds_of(self.num_layers + 2, *self.parts)[layer + 1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        iteration, index = divmod(batch_idx, self.per_iteration)
-        self.parts = (SEED, 0, self.current_epoch, iteration, index)
-        seed = seeds_of(1, *self.parts)[0]
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        self.seed_torch(-1)
-        return super().training_step(batch, batch_idx)
 
 
 MODULES = {

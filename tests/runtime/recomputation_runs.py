@@ -16,7 +16,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.runtime.setup.products import SavedBytes
 from lightning_hetero.runtime.stage.recomputation import LayerCall, Recomputation
 from lightning_hetero.runtime.tensor_parallel import collectives
-from tests.runtime.runs import SEED, Case, Outcome, PackedModule, fit
+from tests.runtime.case_modules import PackedModule
+from tests.runtime.runs import SEED, Case, Outcome, fit
 from tests.without_check import WITHOUT_CHECK
 
 

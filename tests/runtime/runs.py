@@ -5,53 +5,23 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import lightning as L
 import numpy as np
 import torch
-from torch import nn
-from torch._dynamo.utils import counters
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.runtime.slices import wholes
 from tests.processes import ProcessPool
 from tests.runtime import case_modules, toy_lm
-from tests.runtime.case_modules import (
-    SEED,
-    Case,
-    MaskingModule,
-    PackedModule,
-    PackedSamples,
-    Recorded,
-    RowsModule,
-    SeededMaskingModule,
-)
+from tests.runtime.case_modules import SEED, Case, Recorded
 from tests.toy import quiet
 
-__all__ = [
-    "MODULES",
-    "SEED",
-    "Case",
-    "MaskingModule",
-    "Outcome",
-    "PackedModule",
-    "PackedSamples",
-    "RowsModule",
-    "assert_same_bits",
-    "assert_same_training",
-    "assert_same_weights",
-    "check",
-    "fit",
-    "pipeline",
-    "plan_of",
-    "refusal",
-    "stage",
-    "train",
-]
-
 TOLERANCE = 1e-5
+FEW_BYTES = 2_000
+"""Gathered at a time, so that whole weights come in several messages."""
 MODULES = case_modules.MODULES | {"toy": toy_lm.ToyLMModule, "unknown id": toy_lm.UnknownToken}
 
 
@@ -85,12 +55,6 @@ def refusal(rank: int, case: Case) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "trained"
-
-
-def train_seeded(rank: int, case: Case, microbatches_per_iteration: int) -> Outcome:
-    """Train a masking case on a single device, seeded by hand."""
-    L.seed_everything(SEED, verbose=False)
-    return fit(SeededMaskingModule(case, microbatches_per_iteration), case)
 
 
 def check(pool: ProcessPool, case: Case) -> list[Outcome]:
@@ -130,31 +94,6 @@ def assert_same_bits(found: Sequence[Outcome], expected: Sequence[Outcome]) -> N
             assert np.array_equal(one.weights[name], weight), name
 
 
-def train_compiled(rank: int, case: Case) -> tuple[Outcome, int]:
-    """Train a case with layers captured but not translated; returns also how many graphs."""
-    torch._dynamo.reset()
-    counters.clear()
-    captured_only = partial(torch.compile, backend="eager")
-    with mock.patch.object(torch, "compile", captured_only):
-        outcome = train(rank, case)
-    return outcome, counters["stats"]["unique_graphs"]
-
-
-def train_compiled_by_hand(rank: int, case: Case, how: str) -> tuple[Outcome, int]:
-    """Train a case whose layers the user has compiled; returns also how many graphs there were."""
-    torch._dynamo.reset()
-    counters.clear()
-    L.seed_everything(SEED, verbose=False)
-    module = MODULES[case.model](case)
-    layers = next(item for item in module.modules() if isinstance(item, nn.ModuleList))
-    for index, layer in enumerate(layers):
-        if how == "compile":
-            layer.compile(backend="eager")
-        else:
-            layers[index] = torch.compile(layer, backend="eager")
-    return fit(module, case), counters["stats"]["unique_graphs"]
-
-
 def fit(module: Recorded, case: Case, *callbacks: L.Callback, ckpt_path: Any = None) -> Outcome:
     """Train a case's module; on ranks of its plan it is whole behind the run."""
     watch = Watch()
@@ -168,7 +107,8 @@ def fit(module: Recorded, case: Case, *callbacks: L.Callback, ckpt_path: Any = N
         gradient_clip_algorithm=case.clip_algorithm if case.clip_val else None,
         use_distributed_sampler=False,
     )
-    trainer.fit(module, ckpt_path=ckpt_path)
+    with mock.patch.multiple(wholes, _AT_ONCE=FEW_BYTES, _OF_EACH_RANK=FEW_BYTES):
+        trainer.fit(module, ckpt_path=ckpt_path)
     return Outcome(
         losses=module.losses,
         weights={name: value.float().cpu().numpy() for name, value in module.state_dict().items()},

@@ -4,24 +4,20 @@ import copy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.processes import ProcessPool
 from tests.runtime.runs import (
-    TOLERANCE,
     Case,
     assert_same_bits,
-    assert_same_weights,
     check,
     pipeline,
     plan_of,
     refusal,
     stage,
     train,
-    train_seeded,
 )
 
 pytestmark = pytest.mark.dist
@@ -157,47 +153,6 @@ def keeping_all(case: Case) -> Case:
 @settings(max_examples=8, derandomize=True, **_options)
 def test_many_plans_train_as_a_single_device_does(pool: ProcessPool, case: Case) -> None:
     check(pool, case)
-
-
-@pytest.mark.parametrize("ownership", ["auto", "even"])
-def test_adapters_of_a_frozen_model_train_alike(pool: ProcessPool, ownership: str) -> None:
-    # The first stage of a pipeline has nothing to train.
-    short = pipeline(stage(2, 0, 1), stage(0, 1, 3), num_microbatches=3)
-    plan = plan_of(short, pipeline(stage(1, 0, 3), num_microbatches=1))
-    case = Case(plan=plan, world_size=3, model="adapted", num_rows=24, ownership=ownership)
-    check(pool, case)
-
-
-@pytest.mark.parametrize(
-    ("stages", "tied"),
-    [
-        ((stage(2, 0, 1), stage(0, 1, 2), stage(2, 2, 3)), False),
-        ((stage(2, 0, 2), stage(0, 2, 3)), True),
-    ],
-    ids=["chunks", "stages, tied"],
-)
-def test_random_numbers_do_not_depend_on_the_plan(
-    pool: ProcessPool, stages: tuple[dict[str, Any], ...], *, tied: bool
-) -> None:
-    case = Case(
-        plan=plan_of(
-            pipeline(*stages, num_microbatches=3),
-            pipeline(stage(1, 0, 3), num_microbatches=1),
-        ),
-        world_size=3,
-        model="masking",
-        tied=tied,
-        batch_size=4,
-        num_rows=24,
-    )
-    single = Case(model="masking", tied=tied, batch_size=2, num_rows=24, accumulate=4)
-    expected = pool.run(train_seeded, 1, single, 4)[0]
-    # One batch of the single device is one of the four micro-batches of an iteration, and Lightning
-    # has divided its loss by accumulate_grad_batches.
-    losses = np.reshape(expected.losses, (-1, 4)).sum(1)
-    for outcome in pool.run(train, 3, case):
-        np.testing.assert_allclose(outcome.losses, losses, rtol=TOLERANCE)
-        assert_same_weights(outcome.weights, expected.weights)
 
 
 def test_muon_trains_whole_matrices_or_is_refused(pool: ProcessPool) -> None:

@@ -23,20 +23,6 @@ def test_seeds_drawn_together_differ_and_depend_on_every_part() -> None:
     assert seeds_of(9, 1, 2)[:4] == seeds_of(4, 1, 2)
 
 
-def test_generators_are_left_as_they_were_found() -> None:
-    def draw() -> tuple[float, ...]:
-        return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(4)
-    expected = draw()
-    for seed in (random.seed, np.random.seed, torch.manual_seed):
-        seed(4)
-    with PreservedRandomState():
-        draw()
-    assert draw() == expected
-
-
 @pytest.mark.parametrize("has_seed", [True, False])
 def test_a_run_that_begins_again_is_seeded_as_a_new_process_without_looking_at_the_stack(
     monkeypatch: pytest.MonkeyPatch, *, has_seed: bool

@@ -18,12 +18,12 @@ from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.schedule_choice import StageSchedule
 from lightning_hetero.runtime.iteration.split_parts import copy_of
 from lightning_hetero.runtime.iteration.step_results import StepResults
+from lightning_hetero.runtime.random_state import seeds_of
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.microbatch_pass import (
     MicrobatchPass,
     StageEnd,
-    seeds_of_pass,
 )
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.stage.split_layers import LayerSplitter
@@ -90,7 +90,7 @@ class StagePasses:
         # For all micro-batches at once: inside an action the same code takes ten times as long,
         # because the kernels before it have displaced it from the processor's caches.
         self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
-        self._drawn = [seeds_of_pass(self._num_layers, item) for item in self._seeds]
+        self._drawn = [seeds_of(self._num_layers + 2, *item) for item in self._seeds]
         self._splitter = splitter
         self._in_flight: dict[_Key, _InFlight] = {}
         self._has_run_backward = False

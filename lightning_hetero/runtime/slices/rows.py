@@ -124,13 +124,8 @@ class HookedSlices:
             self._with_gradients.clear()
         self._with_gradients.update(names)
 
-    def norm(self, parameters: Iterable[Tensor], order: float = 2.0) -> Tensor:
-        """Return the norm of parameters' gradients over all ranks; collective.
-
-        Args:
-            parameters: Slices.
-            order: Kind of the norm.
-        """
+    def norm(self, parameters: Iterable[Tensor]) -> Tensor:
+        """Return the 2-norm of the gradients of slices over all ranks; collective."""
         names = {id(master): name for name, master in self._store.masters.items()}
         parameters = list(parameters)
         with torch._C.DisableTorchFunctionSubclass():
@@ -141,9 +136,9 @@ class HookedSlices:
                 for part in self._store.owned_parts(names[id(item)], item.grad)
             ]
             # A rank that owns no slice with a gradient takes part in the sum, too.
-            own = sum_of_powers(found, order, device=parameters[0].device)
+            own = sum_of_powers(found, 2.0, device=parameters[0].device)
             assert self._ranks.reduce is not None
-            return self._ranks.reduce(own, "sum") ** (1 / order)
+            return self._ranks.reduce(own, "sum").sqrt()
 
     def _ask_gradient(
         self, name: str, gradient: Tensor | None, *, is_new: bool = False

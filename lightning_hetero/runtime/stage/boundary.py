@@ -196,7 +196,7 @@ class StageBoundary:
             return call.run() if self._backward is None else self._call_again(self._backward, call)
         if current.with_gradients and not torch.is_grad_enabled():
             trains = any(item.requires_grad for item in self._layers[index].parameters())
-            trains |= any(isinstance(i, Tensor) and i.requires_grad for i in call.values)
+            trains |= any(isinstance(i, Tensor) and i.requires_grad for i in call.given.values())
             current.note_without_autograd(index, trains=trains)
         if current.is_free:
             return self._call_freely(current, call)
@@ -259,7 +259,7 @@ class StageBoundary:
         """Return the call of the stage's first layer, with the received activation as its input."""
         if current.receive is not None or self._group is not None:
             key = self._hidden_argument(current, call)
-            hidden = current.stage_input(call.argument(key))
+            hidden = current.stage_input(call.given[key])
             if self._group is not None:
                 hidden = self._group.enter(hidden)
             call = call.with_argument(key, hidden)
@@ -273,7 +273,7 @@ class StageBoundary:
         before = {} if current.is_last_stage else num_recorded()
         given = None
         if call.index == 0 and current.has_stages:
-            given = call.argument(self._hidden_argument(current, call))
+            given = call.given[self._hidden_argument(current, call)]
             version = 0 if given.is_inference() else given._version
         output = self._compute(current, call)
         if given is not None and not given.is_inference():
@@ -316,7 +316,7 @@ class StageBoundary:
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Return what a layer of an earlier stage returns, unknown where it wasn't received."""
         key = current.hidden_arguments[call.index]
-        handover, hidden = current.arrived(), call.argument(key)
+        handover, hidden = current.arrived(), call.given[key]
         if call.index == 0 and handover.changes_input and hidden.is_floating_point():
             # NaN, so that no code behind the layers uses the old values unnoticed.
             hidden.data.fill_(torch.nan)
@@ -336,9 +336,9 @@ class StageBoundary:
             )
         current.check_unchanged(index)
         first = current.layers.start
-        if index < first or (index > 0 and len(call.values) == 1):
+        if index < first or (index > 0 and len(call.given) == 1):
             return  # This stage doesn't run the layer, or there is only the hidden state.
-        others: Sequence[Any] = call.values
+        others = [*call.given.values()]
         if index == first > 0:
             others = [item for at, item in call.given.items() if at != key]
         if any(type(item) is not Tensor for item in others):

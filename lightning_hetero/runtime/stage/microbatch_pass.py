@@ -16,7 +16,7 @@ from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 
-__all__ = ["MicrobatchPass", "StageEnd", "in_place_between", "seeds_of_pass"]
+__all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
 
 _UNCOUNTED = -1
 """Stands for the version of a tensor without a version counter."""
@@ -55,7 +55,8 @@ class MicrobatchPass:
     reads: ReadWatch | None = None
     """Finds out which parameters outside the layers the stage uses; None if that is known."""
     drawn: tuple[int, ...] = ()
-    """What `seeds_of_pass` returns; asked for here if it is left out."""
+    """Seeds of the step, of each layer's first call, and of what follows the layers; drawn here if
+    they are left out."""
     num_called: int = 0
     """Layers of a chain called so far, including those that run on other stages."""
     finished: bool = False
@@ -80,7 +81,7 @@ class MicrobatchPass:
         """Whether other stages run layers of the model, too."""
         self.is_last_stage = self.layers.stop == self.num_layers
         """Whether the stage holds the model's last layer."""
-        self.drawn = self.drawn or seeds_of_pass(self.num_layers, self.seed)
+        self.drawn = self.drawn or seeds_of(self.num_layers + 2, *self.seed)
         self.step_seed = self.drawn[0]
         """The seed of all generators at the step's beginning."""
         self.is_free = False
@@ -198,16 +199,6 @@ class MicrobatchPass:
                 "layers. Lightning's WeightAveraging validates an average."
             )
         raise _no_chain(f"The step ends with layer {self.num_called - 1} of {self.num_layers}")
-
-
-def seeds_of_pass(num_layers: int, seed: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the seeds of the step, of each layer's first call, and of what follows the layers.
-
-    Args:
-        num_layers: Layers of the model.
-        seed: All that the micro-batch's random numbers depend on.
-    """
-    return seeds_of(num_layers + 2, *seed)
 
 
 def in_place_between(index: int) -> str:

@@ -58,9 +58,7 @@ class LayerCall:
     def given(self) -> dict[int | str, Any]:
         """The call's arguments, by position or name."""
         given: dict[int | str, Any] = dict(enumerate(self.args))
-        if self.kwargs:
-            given.update(self.kwargs)
-        return given
+        return given | self.kwargs
 
     def run(self) -> Any:
         """Compute the layer."""
@@ -74,15 +72,6 @@ class LayerCall:
         args = tuple(None if is_cache(value) else value for value in self.args)
         kwargs = {name: None if is_cache(value) else value for name, value in self.kwargs.items()}
         return LayerCall(self.index, self.forward, args, kwargs)
-
-    def argument(self, key: int | str) -> Any:
-        """Return the argument at a position or with a name."""
-        return self.args[key] if isinstance(key, int) else self.kwargs[key]
-
-    @property
-    def values(self) -> tuple[Any, ...]:
-        """The arguments."""
-        return (*self.args, *self.kwargs.values()) if self.kwargs else self.args
 
     def with_argument(self, key: int | str, value: Any) -> "LayerCall":
         """Return the same call with one argument replaced."""
@@ -280,9 +269,7 @@ class _CompiledForward:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
         # A cache of keys and values would be a different argument in each pass; nothing reads it.
-        args = tuple(None if is_cache(arg) else arg for arg in args)
-        kwargs = {name: None if is_cache(arg) else arg for name, arg in kwargs.items()}
-        return self._training(*args, **kwargs)
+        return LayerCall(0, self._training, args, kwargs).without_caches().run()
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Compiled code can't be pickled, so a copy of the layer runs uncompiled.

@@ -126,7 +126,7 @@ class SideTensors:
         Raises:
             ModelError: Hooks inside the layer need values.
         """
-        index, device = call.index, call.argument(hidden).device
+        index, device = call.index, call.given[hidden].device
         self._show_hooks(index)
         origin = Origin(f"the output of layer {index}", _OF_HIDDEN)
         made = Unknown.of(*handover.forms[index], device, origin, in_place_between(index))
@@ -176,7 +176,7 @@ def num_recorded() -> dict[str, int]:
 
 def refuse_pieces(call: LayerCall, output: Any) -> None:
     """Refuse side tensors under sequence parallelism: each rank has those of its tokens only."""
-    given = set(map(id, call.values))
+    given = set(map(id, call.given.values()))
     others = [] if type(output) is Tensor else [i for i in output[1:] if id(i) not in given]
     if any(isinstance(i, Tensor) and i.is_floating_point() for i in tree_leaves(others)):
         raise ModelError(

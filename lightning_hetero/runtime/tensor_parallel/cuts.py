@@ -160,7 +160,11 @@ def _cut_bare(rule: Rule, spec: ParameterSpec) -> ParameterSpec:
 def _cut_in_module(slot: Slot, style: TPStyle, blocks: int, spec: ParameterSpec) -> ParameterSpec:
     module, attribute = slot.module, slot.attribute
     if style in (TPStyle.EMBEDDING, TPStyle.EMBEDDING_FEATURES):
-        _check_embedding(slot)
+        if not isinstance(module, nn.Embedding):
+            raise ModelError(
+                f"The tensor-parallel plan shards {slot.name} as an embedding, but it belongs to a "
+                f"{type(module).__name__}. Use another style."
+            )
         return replace(spec, tp_dim=0 if style is TPStyle.EMBEDDING else 1, tp_uneven=True)
     if not (isinstance(module, nn.Linear) or is_transposed(module)) or attribute not in (
         "weight",
@@ -177,20 +181,6 @@ def _cut_in_module(slot: Slot, style: TPStyle, blocks: int, spec: ParameterSpec)
     if attribute == "bias":
         dim = 0 if columns else None
     return replace(spec, tp_dim=dim, tp_blocks=blocks, tp_uneven=uneven)
-
-
-def _check_embedding(slot: Slot) -> None:
-    module = slot.module
-    if not isinstance(module, nn.Embedding):
-        raise ModelError(
-            f"The tensor-parallel plan shards {slot.name} as an embedding, but it belongs to a "
-            f"{type(module).__name__}. Use another style."
-        )
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise ModelError(
-            f"Embedding {slot.name} has max_norm, scale_grad_by_freq or sparse gradients, which "
-            "need the whole weight. Leave it out of the tensor-parallel plan."
-        )
 
 
 def _agree(
@@ -223,7 +213,6 @@ def _shard_too(slot: Slot, cut: ParameterSpec, modules: dict[str, ShardedModule]
     style = None
     if cut.tp_dim == 0 and cut.tp_blocks == 1:
         if isinstance(slot.module, nn.Embedding):
-            _check_embedding(slot)
             style = TPStyle.EMBEDDING
         elif isinstance(slot.module, nn.Linear):
             style = TPStyle.GATHERED

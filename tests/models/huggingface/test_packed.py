@@ -232,33 +232,39 @@ def test_a_model_that_forgets_where_samples_begin_is_refused():
     assert model(input_ids=rows).logits.shape == (2, 5, VOCABULARY)
 
 
-def test_a_packed_batch_with_a_mask_or_several_rows_is_refused(llama):
+REFUSED_INPUTS = [
+    # A mask, and several rows.
+    (lambda batch: {**batch, "attention_mask": torch.ones(1, 21)}, "leave the mask out"),
+    (lambda batch: {**batch, "input_ids": batch["input_ids"].repeat(2, 1)}, "is one row"),
+    # Ids without borders, as users hand them on. Transformers finds samples by positions in no
+    # bidirectional model, and in none with a cache.
+    *(
+        (inputs, r"of 4 packed samples .*model\(\*\*batch\)")
+        for inputs in (
+            lambda batch: {"input_ids": batch["input_ids"]},
+            lambda batch: {
+                "input_ids": batch.input_ids[None, :-1],
+                "labels": batch["labels"][:, :-1],
+            },
+            lambda batch: {"input_ids": batch.to("cpu").input_ids.unsqueeze(0), "use_cache": False},
+            lambda batch: {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]},
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("inputs", "told"), REFUSED_INPUTS)
+def test_inputs_in_which_packed_samples_would_see_each_other_are_refused(llama, inputs, told):
     use_packed_attention(llama)
-    inputs = packed_inputs(pack_samples(samples()))
-    with pytest.raises(BatchError, match="has no padding: leave the mask out"):
-        llama(**inputs, attention_mask=torch.ones_like(inputs["input_ids"]))
-    with pytest.raises(BatchError, match="is one row"):
-        llama(**inputs | {"input_ids": inputs["input_ids"].repeat(2, 1)})
+    with pytest.raises(BatchError, match=told):
+        llama(**inputs(pack_samples(samples())))
 
 
-def lone_ids(batch):
-    """Token ids of packed samples as users hand them on."""
-    yield {"input_ids": batch["input_ids"]}
-    yield {"input_ids": batch.input_ids[None, :-1], "labels": batch["labels"][:, :-1]}
-    yield {"input_ids": batch.to("cpu").input_ids.unsqueeze(0), "use_cache": False}
-    # Transformers finds samples by positions in no bidirectional model, and in none with a cache.
-    yield {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"]}
-
-
-def test_ids_of_a_packed_batch_without_their_borders_are_refused(llama):
+def test_one_sample_other_rows_and_a_mask_that_keeps_samples_apart_are_what_they_seem(llama):
     use_packed_attention(llama)
     batch = pack_samples(samples())
-    for inputs in lone_ids(batch):
-        with pytest.raises(BatchError, match=r"of 4 packed samples .*model\(\*\*batch\)"):
-            llama(**inputs)
     with pytest.raises(BatchError, match="LlamaForCausalLM got the token ids of 4"):
         llama(batch["input_ids"])
-    # One sample, other rows, and a mask that keeps samples apart are what they seem.
     first, second = batch.cu_seqlens[2:4].tolist()
     logits = llama(**packed_inputs(batch)).logits[:, first:second]
     torch.testing.assert_close(llama(batch["input_ids"][:, first:second]).logits, logits)

@@ -19,7 +19,8 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.exchange import even
 from lightning_hetero.runtime.exchange.push import Push
 from tests.processes import ProcessFailed, ProcessPool
-from tests.runtime.runs import MODULES, SEED, Case, RowsModule, pipeline, plan_of, stage, train
+from tests.runtime.case_modules import RowsModule
+from tests.runtime.runs import MODULES, SEED, Case, pipeline, plan_of, stage, train
 from tests.toy import quiet
 
 pytestmark = pytest.mark.dist

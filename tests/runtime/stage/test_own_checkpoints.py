@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes import ProcessFailed, ProcessPool
+from tests.runtime.case_modules import RowsModule
 from tests.runtime.runs import (
     SEED,
     Case,
     Outcome,
-    RowsModule,
     assert_same_training,
     fit,
     pipeline,

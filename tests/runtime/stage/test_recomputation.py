@@ -3,8 +3,11 @@
 import os
 import pickle
 import shutil
+from functools import partial
 from typing import Any
+from unittest import mock
 
+import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,14 +20,16 @@ from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import LayerOptions, Recomputation
 from tests.processes import ProcessPool
 from tests.runtime.runs import (
+    MODULES,
+    SEED,
     Case,
+    Outcome,
     assert_same_training,
+    fit,
     pipeline,
     plan_of,
     stage,
     train,
-    train_compiled,
-    train_compiled_by_hand,
 )
 from tests.toy import CONTEXT, GPT, VOCABULARY
 
@@ -125,47 +130,57 @@ def test_compiled_layers_are_pickled_and_may_be_as_many_as_a_model_has() -> None
         assert torch._dynamo.config.recompile_limit >= len(layers)
 
 
-@pytest.mark.dist
-@pytest.mark.slow
-def test_compiled_layers_train_alike_in_stages_and_under_degrees(pool: ProcessPool) -> None:
-    # Few ranks, layers and lengths: what takes long is to capture each anew.
-    case = Case(
-        plan=plan_of(pipeline(stage([2, 0], 0, 1), stage(1, 1, 2))),
-        world_size=3,
-        model="packed",
-        num_layers=2,
-        batch_size=3,
-        num_rows=6,
-        num_microbatches=2,
-        options=(("compile_layers", True), ("activation_checkpointing", "full")),
-    )
-    expected = pool.run_alone(train, case.on_single_device())
-    for outcome, num_compiled in pool.run(train_compiled, 3, case, timeout_s=280.0):
-        assert num_compiled > 0
-        assert_same_training(outcome, expected)
+def train_compiled(rank: int, case: Case, how: str) -> tuple[Outcome, int]:
+    """Train a case with layers captured but not translated; returns also how many graphs."""
+    torch._dynamo.reset()
+    counters.clear()
+    L.seed_everything(SEED, verbose=False)
+    module = MODULES[case.model](case)
+    layers = next(item for item in module.modules() if isinstance(item, nn.ModuleList))
+    captured_only = partial(torch.compile, backend="eager")
+    for index, layer in enumerate(layers):
+        if how == "compile":
+            layer.compile(backend="eager")
+        if how == "torch.compile":
+            layers[index] = captured_only(layer)
+    with mock.patch.object(torch, "compile", captured_only):
+        return fit(module, case), counters["stats"]["unique_graphs"]
+
+
+# Few ranks, layers and lengths: what takes long is to capture each anew.
+DEGREES = Case(
+    plan=plan_of(pipeline(stage([2, 0], 0, 1), stage(1, 1, 2))),
+    world_size=3,
+    model="packed",
+    num_layers=2,
+    batch_size=3,
+    num_rows=6,
+    num_microbatches=2,
+    options=(("compile_layers", True), ("activation_checkpointing", "full")),
+)
+# More layers than dynamo compiles one by one. They are recomputed as a whole: a compiler chooses
+# itself what it keeps.
+MANY = Case(
+    plan=plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 12)), pipeline(stage(1, 0, 12))),
+    world_size=3,
+    num_layers=12,
+    num_microbatches=2,
+    optimizer="sgd",
+    options=(("activation_checkpointing", "selective"),),
+)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("how", ["compile", "torch.compile"])
 @pytest.mark.slow
-def test_layers_that_the_user_compiled_share_their_code_and_train_alike(
-    pool: ProcessPool, how: str
+@pytest.mark.parametrize(
+    ("case", "how"), [(DEGREES, "compile_layers"), (MANY, "compile"), (MANY, "torch.compile")]
+)
+def test_compiled_layers_share_their_code_and_train_alike(
+    pool: ProcessPool, case: Case, how: str
 ) -> None:
-    # More layers than dynamo compiles one by one.
-    plan = plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 12)), pipeline(stage(1, 0, 12)))
-    case = Case(
-        plan=plan,
-        world_size=3,
-        num_layers=12,
-        num_microbatches=2,
-        optimizer="sgd",
-        # These are recomputed as a whole: a compiler chooses itself what it keeps.
-        options=(("activation_checkpointing", "selective"),),
-    )
-    expected, _ = pool.run(train_compiled_by_hand, 1, case.on_single_device(), how)[0]
-    outcomes = pool.run(train_compiled_by_hand, 3, case, how)
-    assert [num_graphs for _, num_graphs in outcomes] == [1, 1, 1]
-    for outcome, _ in outcomes:
+    expected = pool.run_alone(train, case.on_single_device())
+    for outcome, num_graphs in pool.run(train_compiled, 3, case, how, timeout_s=280.0):
+        assert num_graphs == 1 or (case is DEGREES and num_graphs > 0)
         assert_same_training(outcome, expected)
 
 

@@ -43,13 +43,6 @@ class MaskedByHand(TinyModule):
         return each(logits, labels).sum() / (labels != -100).sum()
 
 
-class MaskCountedBefore(TinyModule):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        ids, labels = batch
-        count = (labels != -100).sum().clamp(min=1)
-        return each(self.model(ids), labels).sum() / count
-
-
 class SizesByNumpy(TinyModule):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return each(logits, labels).sum() / np.prod(labels.shape)
@@ -99,7 +92,7 @@ class CalledALot(TinyModule):
         self.seen = [len(self.kept), float(torch.cat(self.kept).sum())]
 
 
-GOOD: list[Make] = [Summed, MaskedByHand, MaskCountedBefore, SizesByNumpy, Counted]
+GOOD: list[Make] = [Summed, SizesByNumpy, Counted]
 GOOD += [ByConstant, OfSamples, OfNextTokens, CalledALot]
 
 
@@ -122,36 +115,6 @@ class Centres(TinyModule):
         for layer in self.model.layers:
             x = layer(x)
         return self.loss(self.model.head(x), batch[1])
-
-
-class PairsByHand(TinyModule):
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        samples = logits.mean(1)
-        return super().loss(logits, labels) + (samples[::2] - samples[1::2]).square().mean()
-
-
-class HardestByOrder(TinyModule):
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        found = each(logits, labels).flatten()
-        return found[found.argsort(descending=True)[: len(found) // 4]].mean()
-
-
-class ScaledByNumpy(TinyModule):
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(logits, labels) * float(np.prod(labels.shape))
-
-
-class TwoLosses(TinyModule):
-    """Means over targets that count and over all elements."""
-
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return super().loss(logits, labels) + logits.square().mean()
-
-
-class LaterOnesMore(TinyModule):
-    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        rows = each(logits, labels).mean(1)
-        return (torch.arange(1.0, len(rows) + 1) * rows).mean()
 
 
 class Dice(TinyModule):
@@ -195,8 +158,7 @@ def test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted(
     pool: ProcessPool,
 ) -> None:
     """`results/test_split_check.py` tells many more losses apart."""
-    usual: list[Make] = [Contrasts, Centres, PairsByHand, HardestByOrder, LaterOnesMore, Dice]
-    usual += [TwoLosses, SumAndMean, ScaledByNumpy]
+    usual: list[Make] = [Contrasts, Centres, Dice, SumAndMean]
     told = dict.fromkeys(usual, "HeteroStrategy(allow_mixing=True)")
     told[TargetsOfItsOwn] = "NaN for a part of a micro-batch"
     told[DeclaredWrong] = "num_target_tokens of the module, as it is declared to be"

@@ -1,30 +1,19 @@
 """Tensor-parallel stages compute what one device would, in any mix of degrees."""
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import lightning as L
-import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from torch import nn
-from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts
 from tests.processes import ProcessPool
 from tests.runtime.runs import (
-    SEED,
     Case,
-    Outcome,
-    assert_same_weights,
     check,
-    fit,
     pipeline,
     plan_of,
     refusal,
@@ -32,8 +21,7 @@ from tests.runtime.runs import (
     train,
 )
 from tests.runtime.test_parity import recomputation
-from tests.runtime.toy_lm import TOY_PLAN, ToyLM, ToyLMModule
-from tests.toy import TokenRows, quiet
+from tests.runtime.toy_lm import TOY_PLAN, ToyLM
 
 pytestmark = pytest.mark.dist
 
@@ -131,62 +119,6 @@ def test_a_rank_holds_its_share_of_what_is_sharded(pool: ProcessPool) -> None:
     assert all(abs(outcome.parameter_bytes[-1] - whole / 2) <= slack for outcome in outcomes)
 
 
-class SaveAt(L.Callback):
-    def __init__(self, step: int, path: str) -> None:
-        self.step = step
-        self.path = path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
-def train_and_save(
-    rank: int, case: Case, save_at: int, path: str, resume: str | None = None
-) -> Outcome:
-    """Train a case, save at a step, begin at a checkpoint."""
-    L.seed_everything(SEED, verbose=False)
-    return fit(ToyLMModule(case), case, SaveAt(save_at, path), ckpt_path=resume)
-
-
-def predict_sharded(rank: int, case: Case) -> list[float]:
-    """Return by how much the logits of each batch differ from one device's."""
-    L.seed_everything(SEED, verbose=False)
-    assert case.plan is not None
-    plan = ParallelPlan.from_dict(case.plan)
-    hetero = HeteroStrategy(plan=plan, whole_after_run=True, **dict(case.options))
-    trainer = L.Trainer(**quiet(), strategy=hetero, devices=case.world_size)
-    module = ToyLMModule(case)
-    outputs = trainer.predict(module, DataLoader(TokenRows(8), batch_size=4))
-    with torch.no_grad():
-        expected = [module.model(ids) for ids, _ in DataLoader(TokenRows(8), batch_size=4)]
-    return [float((a - b).abs().max()) for a, b in zip(outputs, expected, strict=True)]
-
-
-@pytest.mark.parametrize("first_degree", [1, 2])
-@pytest.mark.slow
-def test_a_checkpoint_of_one_degree_resumes_under_another(
-    pool: ProcessPool, tmp_path: Path, first_degree: int
-) -> None:
-    toy = {**TOY, "optimizer": "adamw", "num_rows": 16, "batch_size": 4, "tied": True}
-    case, other = Case(plan=STAGED, world_size=4, **toy), Case(plan=NARROWER, world_size=3, **toy)
-    first, later = (other, case) if first_degree == 1 else (case, other)
-    path = str(tmp_path / "half.ckpt")
-    whole = pool.run(train_and_save, first.world_size, first, 2, path)[0]
-    resumed = pool.run(train_and_save, later.world_size, later, 0, "", path)[0]
-    assert len(whole.losses) > 2
-    np.testing.assert_allclose(resumed.losses, whole.losses[2:], rtol=1e-5)
-    assert_same_weights(resumed.weights, whole.weights)
-    states = torch.load(path, weights_only=True)["optimizer_states"][0]["state"].values()
-    assert {(48, 16), (16, 32), (23, 16)} <= {tuple(item["exp_avg"].shape) for item in states}
-
-
-def test_predictions_are_whole_logits(pool: ProcessPool) -> None:
-    for differences in pool.run(predict_sharded, 4, Case(plan=STAGED, world_size=4, **TOY)):
-        assert len(differences) == 2
-        assert max(differences) < 1e-5
-
-
 GATHERED = {"blocks.*.proj": "rowwise_split_input", "blocks.*.qkv": "colwise_gather_output"}
 GATHERED_CUT = (("tp_plan", GATHERED), ("sequence_parallel", True))
 REFUSED: dict[str, tuple[Case, tuple[str, ...]]] = {
@@ -244,6 +176,3 @@ def test_a_module_s_own_plan_counts_without_a_star_a_plan_of_a_head_alone_does_n
     layout = ModelLayout.of(model)
     own, given = ModelCuts.of(model, layout), ModelCuts.of(model, layout, TOY_PLAN)
     assert own.layout.specs == given.layout.specs != layout.specs
-    model.embed = nn.Embedding(23, 16, max_norm=1.0)
-    with pytest.raises(ModelError, match="max_norm"):
-        ModelCuts.of(model, ModelLayout.of(model), {"embed": "vocab"})
