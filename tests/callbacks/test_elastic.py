@@ -93,7 +93,7 @@ def folder() -> Iterator[Path]:
 def test_killed_at_any_moment_it_trains_on_from_the_newest_checkpoint(folder: Path) -> None:
     expected = undisturbed(2, NUM_STEPS)
     options = {"num_steps": NUM_STEPS, "every": EVERY, "replicas": 2, "prepare": be_a_node}
-    with playing(folder, 2, in_place=False, **options) as node:
+    with playing(folder, 2, in_place=False, hastens=True, **options) as node:
         assert node.wait_for_end() == 0, node.log()
         assert int((folder / "next-fault").read_text()) == len(FAULTS)
         steps, num_ranks = trained(node), {size for size, _ in trained(node)}

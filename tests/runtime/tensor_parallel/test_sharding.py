@@ -4,11 +4,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 from lightning_hetero.runtime.setup.layout import ModelLayout
+from lightning_hetero.runtime.stage.recomputation import LayerCall
+from lightning_hetero.runtime.stage.side_tensors import refuse_pieces
 from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts
 from tests.processes import ProcessPool
 from tests.runtime.runs import (
@@ -176,3 +180,11 @@ def test_a_module_s_own_plan_counts_without_a_star_a_plan_of_a_head_alone_does_n
     layout = ModelLayout.of(model)
     own, given = ModelCuts.of(model, layout), ModelCuts.of(model, layout, TOY_PLAN)
     assert own.layout.specs == given.layout.specs != layout.specs
+
+
+def test_pieces_of_a_sequence_may_not_be_returned() -> None:
+    layer, x = nn.Linear(2, 2), torch.randn(3, 2)
+    call = LayerCall(0, layer.forward, (x,), {})
+    refuse_pieces(call, (x, x))
+    with pytest.raises(ModelError, match=r"Layer 0 returns tensors.*sequence_parallel"):
+        refuse_pieces(call, (x, x + 1))
