@@ -66,7 +66,6 @@ class ToyOptions:
     width: int = 16
     tied: bool = False
     optimizer: str = "adamw"
-    random_masking: bool = False
 
 
 class ToyModule(L.LightningModule):

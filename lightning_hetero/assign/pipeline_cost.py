@@ -13,12 +13,14 @@ where ρ is K / (K - R) times the forward's share of forward and backward.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
+from lightning_hetero.core.reading import check_numbers
 
 __all__ = [
     "NEVER_RECOMPUTED",
@@ -65,19 +67,11 @@ class PipelineCost:
     """ρ: the share by which recomputation lengthens very long micro-batches, 0 or more."""
 
     def __post_init__(self) -> None:
-        if not (self.a >= 0 and self.b > 0 and self.c >= 0):
-            raise AssignmentError(
-                f"A pipeline has a={self.a}, b={self.b}, c={self.c}; a and c must be 0 or more "
-                "and b above 0. Profile the pipeline again."
-            )
-        if min(self.max_len, self.util_len, self.num_stages, self.kept_len) < 1:
-            raise AssignmentError(
-                f"A pipeline has max_len={self.max_len}, util_len={self.util_len}, "
-                f"num_stages={self.num_stages}, kept_len={self.kept_len}; each must be 1 or more. "
-                "A pipeline that has no memory for a single token belongs in no plan."
-            )
-        if not 0 <= self.recompute_share < np.inf:
-            raise AssignmentError(f"recompute_share is {self.recompute_share}; give 0 or more.")
+        refuse = partial(check_numbers, AssignmentError, "A pipeline")
+        refuse(0, is_above=True, b=self.b)
+        refuse(0, a=self.a, c=self.c, recompute_share=self.recompute_share)
+        refuse(1, max_len=self.max_len, util_len=self.util_len, kept_len=self.kept_len)
+        refuse(1, num_stages=self.num_stages)
 
     def stretch(self, tokens: IntArray | FloatArray) -> FloatArray:
         """Return by which factor recomputation lengthens micro-batches of these tokens."""
@@ -113,9 +107,7 @@ class CostTable:
 
     @classmethod
     def of(cls, pipelines: Sequence[PipelineCost]) -> "CostTable":
-        """Gather the coefficients; AssignmentError without pipelines."""
-        if not pipelines:
-            raise AssignmentError("A plan has 0 pipelines to assign to; give it at least one.")
+        """Gather the coefficients of one pipeline or more."""
         return cls(
             a=np.array([p.a for p in pipelines], dtype=np.float64),
             b=np.array([p.b for p in pipelines], dtype=np.float64),

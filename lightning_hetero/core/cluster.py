@@ -50,16 +50,10 @@ class Node:
                 f"Node of {self.device} has count {self.count!r}; it must be a whole number, 1 or "
                 f"more, {_MOST_DEVICES:,} at most. Leave a node without devices out."
             )
-        what = f"Node of {self.device}"
-        check_numbers(ClusterError, what, 0, price_per_hour=self.price_per_hour)
-        check_numbers(
-            ClusterError,
-            what,
-            0,
-            is_above=True,
-            host_memory_bytes=self.host_memory_bytes,
-            host_memory_bytes_per_s=self.host_memory_bytes_per_s,
-        )
+        refuse = functools.partial(check_numbers, ClusterError, f"Node of {self.device}")
+        refuse(0, price_per_hour=self.price_per_hour)
+        refuse(0, is_above=True, host_memory_bytes=self.host_memory_bytes)
+        refuse(0, is_above=True, host_memory_bytes_per_s=self.host_memory_bytes_per_s)
 
 
 @readable
@@ -112,15 +106,10 @@ class Cluster:
             replace(node, device=find_device(node.device, self.devices).name) for node in self.nodes
         )
         object.__setattr__(self, "nodes", nodes)
-        rate = self.inter_node_bytes_per_s
-        check_numbers(ClusterError, "The cluster", 0, is_above=True, inter_node_bytes_per_s=rate)
-        check_numbers(
-            ClusterError,
-            "The cluster",
-            0,
-            inter_node_latency_s=self.inter_node_latency_s,
-            intra_node_latency_s=self.intra_node_latency_s,
-        )
+        refuse = functools.partial(check_numbers, ClusterError, "The cluster")
+        refuse(0, is_above=True, inter_node_bytes_per_s=self.inter_node_bytes_per_s)
+        refuse(0, inter_node_latency_s=self.inter_node_latency_s)
+        refuse(0, intra_node_latency_s=self.intra_node_latency_s)
         self._check_links()
 
     @functools.cached_property

@@ -21,7 +21,7 @@ from lightning_hetero.core.model_config import (
     cached_config,
     sizes_of_config,
 )
-from lightning_hetero.core.reading import build, readable
+from lightning_hetero.core.reading import build, plain, readable
 from lightning_hetero.core.texts import load_file, nearest, parse_json, parse_yaml, show
 
 __all__ = ["KNOWN_MODELS", "ModelSpec"]
@@ -296,8 +296,8 @@ class ModelSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the sizes that differ from their defaults."""
-        defaults = {item.name: item.default for item in fields(self)}
-        return {key: value for key, value in asdict(self).items() if value != defaults[key]}
+        found: dict[str, Any] = plain(self)
+        return found
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:

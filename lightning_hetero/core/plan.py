@@ -19,7 +19,7 @@ from lightning_hetero.core.places import (
     find_places,
     workers_of,
 )
-from lightning_hetero.core.reading import LayerRange, build, readable
+from lightning_hetero.core.reading import LayerRange, build, plain, readable
 from lightning_hetero.core.recomputation import check_recomputation, describe_recomputation
 from lightning_hetero.core.texts import format_table, load_file, parse_json
 
@@ -318,24 +318,8 @@ class ParallelPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready dicts and lists; `layers` is [first, last + 1)."""
-        data: dict[str, Any] = {
-            "pipelines": [
-                {
-                    "stages": [
-                        {
-                            "ranks": list(stage.ranks),
-                            "layers": [stage.layers.start, stage.layers.stop],
-                        }
-                        | _given(stage, *stage.recomputation)
-                        for stage in pipeline.stages
-                    ]
-                }
-                | _given(pipeline, "num_microbatches", "microbatch_size")
-                for pipeline in self.pipelines
-            ]
-        }
-        owners = {"owner_shares": self.owner_shares, "host_owners": self.host_owners}
-        return data | {name: list(value) for name, value in owners.items() if value}
+        found: dict[str, Any] = plain(self)
+        return found
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
@@ -392,8 +376,3 @@ class ParallelPlan:
 def _work(pipeline: PipelinePlan) -> str:
     count = "-" if pipeline.num_microbatches is None else str(pipeline.num_microbatches)
     return count if pipeline.microbatch_size is None else f"{count} × {pipeline.microbatch_size}"
-
-
-def _given(part: StagePlan | PipelinePlan, *names: str) -> dict[str, int]:
-    """Return the given fields that aren't None."""
-    return {name: value for name in names if (value := getattr(part, name)) is not None}

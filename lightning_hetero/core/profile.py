@@ -20,7 +20,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import DeviceSpec, canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.reading import build, check_numbers, readable
+from lightning_hetero.core.reading import build, check_numbers, plain, readable
 from lightning_hetero.core.texts import load_file, parse_json, show
 
 __all__ = [
@@ -298,14 +298,7 @@ class Profile:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the profile as JSON-ready dicts and lists."""
-        return {
-            "format": _FORMAT_VERSION,
-            "model": self.model.to_dict(),
-            "versions": dict(self.versions),
-            "date": self.date.isoformat(),
-            "devices": [dataclasses.asdict(device) for device in self.devices],
-            "between_nodes": self.between_nodes and dataclasses.asdict(self.between_nodes),
-        }
+        return {"format": _FORMAT_VERSION, **plain(self)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Self:

@@ -9,12 +9,13 @@ unit, as everywhere in this package: `memory_bytes`, `inter_node_bytes_per_s`, `
 `peak_flops_per_s`. A bare number is in that unit.
 """
 
+import datetime
 import difflib
 import functools
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from decimal import Decimal
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar, cast, dataclass_transform
@@ -33,6 +34,7 @@ __all__ = [
     "check_numbers",
     "parse_quantity",
     "parse_range",
+    "plain",
     "readable",
     "unit_of_field",
 ]
@@ -150,6 +152,20 @@ def build(schema: type[_T], data: Any, what: str, error: type[HeteroError]) -> _
     except _WrongError as problem:
         raise error(str(problem)) from None
     return built
+
+
+def plain(value: Any) -> Any:
+    """Return what `build` reads, ready for JSON: fields that have their defaults are left out."""
+    if is_dataclass(value):
+        pairs = ((field, getattr(value, field.name)) for field in fields(value) if field.init)
+        return {field.name: plain(item) for field, item in pairs if item != field.default}
+    if isinstance(value, range):
+        return [value.start, value.stop]
+    if isinstance(value, datetime.datetime):
+        return value.isoformat()
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 class _WrongError(Exception):

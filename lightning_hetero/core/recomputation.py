@@ -30,6 +30,7 @@ from lightning_hetero.core.errors import PlanError
 
 __all__ = [
     "LayerBytes",
+    "Windows",
     "check_recomputation",
     "describe_recomputation",
     "fewest_recomputed",

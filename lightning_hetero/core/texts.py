@@ -6,7 +6,6 @@ impossible dates); each is converted to the type that the caller gives.
 
 import difflib
 import json
-import math
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -133,10 +132,6 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is no number of JSON's")
 
 
-_DEEPEST = 100
-"""Most nested brackets. PyYAML's time grows with the square of their depth, up to seconds."""
-
-
 class _Loader(yaml.SafeLoader):
     """A SafeLoader that refuses duplicate keys, and leaves dates as texts."""
 
@@ -145,23 +140,16 @@ class _Loader(yaml.SafeLoader):
         for first, entries in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def fetch_flow_collection_start(self, token: type[yaml.Token]) -> None:
-        if self.flow_level >= _DEEPEST:
-            raise RecursionError
-        super().fetch_flow_collection_start(token)
-
     def construct_mapping(self, node: yaml.MappingNode, *deep: Any, **more: Any) -> dict[Any, Any]:
         seen: set[Hashable] = set()
         for key_node, _ in node.value:
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key = self.construct_object(key_node, deep=True)
-            # NaN differs from itself, so it would never be found again.
-            same = "nan" if isinstance(key, float) and math.isnan(key) else key
-            if isinstance(same, Hashable) and same in seen:
+            if isinstance(key, Hashable) and key in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {show(key)} stands twice; keep one", key_node.start_mark
                 )
-            if isinstance(same, Hashable):
-                seen.add(same)
+            if isinstance(key, Hashable):
+                seen.add(key)
         return super().construct_mapping(node, *deep, **more)

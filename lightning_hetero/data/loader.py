@@ -27,7 +27,7 @@ from lightning_hetero.data.order import Cursor, Drawn, IterationSource, Progress
 from lightning_hetero.data.samples import as_is
 from lightning_hetero.models.batches import AssignedBatch
 
-__all__ = ["AssignedLoader", "BatchMaker", "SizedLoader", "Ticket", "TicketDealer"]
+__all__ = ["AssignedLoader", "BatchMaker", "Ticket", "TicketDealer"]
 
 _NUM_REMEMBERED = 4
 
@@ -230,11 +230,12 @@ class AssignedLoader:
         restarts: Whether each pass begins a new epoch instead of resuming the last one.
         num_trained: Returns how many iterations of the epoch were trained, for a Trainer that
             prefetches; None counts all batches that were handed out.
+        num_iterations: Iterations of every epoch; None if they aren't known.
     """
 
     deals_by_pipeline = True
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what a loader consists of
         self,
         dealer: TicketDealer,
         maker: BatchMaker,
@@ -243,6 +244,7 @@ class AssignedLoader:
         num_workers: int = 0,
         restarts: bool = False,
         num_trained: Callable[[], int | None] | None = None,
+        num_iterations: int | None = None,
     ) -> None:
         self.dealer = dealer
         self.stall_s = 0.0
@@ -259,6 +261,12 @@ class AssignedLoader:
         self._recent: deque[Cursor] = deque(maxlen=_NUM_REMEMBERED)
         self._maker = maker
         self._num_workers = num_workers
+        self._num_iterations = num_iterations
+
+    def __len__(self) -> int:
+        if self._num_iterations is None:
+            raise TypeError("A stream's number of iterations isn't known.")
+        return self._num_iterations
 
     def __iter__(self) -> Iterator[Any]:
         if self._restarts and self._progress.cursor.num_samples:
@@ -312,21 +320,6 @@ class AssignedLoader:
         done = None if self._num_trained is None else self._num_trained()
         trained = [cursor for cursor in self._recent if cursor.num_iterations == done]
         return trained[-1] if trained else None
-
-
-class SizedLoader(AssignedLoader):
-    """A loader whose number of iterations is known, the same in every epoch.
-
-    Args:
-        num_iterations: Iterations of an epoch.
-    """
-
-    def __init__(self, *args: Any, num_iterations: int, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._num_iterations = num_iterations
-
-    def __len__(self) -> int:
-        return self._num_iterations
 
 
 class _EpochSetter:

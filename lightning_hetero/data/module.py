@@ -24,7 +24,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.data.ahead import AheadPlanner, AssignmentStore, open_store
 from lightning_hetero.data.candidates import Candidates, assumed_costs
-from lightning_hetero.data.loader import AssignedLoader, BatchMaker, SizedLoader, TicketDealer
+from lightning_hetero.data.loader import AssignedLoader, BatchMaker, TicketDealer
 from lightning_hetero.data.order import Cursor, EpochOrder, IterationSource, Progress
 from lightning_hetero.data.samples import (
     OnOverlong,
@@ -318,17 +318,9 @@ class HeteroDataModule(pl.LightningDataModule):
             global_rank=self._rank_and_count()[0],
             name=f"{split}/{self._num_loaders}",
         )
-        samples = self._samples.get(split)
-        maker = BatchMaker(samples, self._collate)
         if isinstance(source, EpochOrder):
-            return SizedLoader(
-                dealer,
-                maker,
-                progress,
-                num_iterations=len(source),
-                num_workers=self._num_workers,
-                **options,
-            )
+            options |= {"num_iterations": len(source), "num_workers": self._num_workers}
+        maker = BatchMaker(self._samples.get(split), self._collate)
         return AssignedLoader(dealer, maker, progress, **options)
 
     def _open_planner(self) -> AheadPlanner:

@@ -75,8 +75,6 @@ class TokenSamples:
         context_length: int,
         on_overlong: OnOverlong | str = OnOverlong.CUT,
     ) -> None:
-        if context_length < 1:
-            raise ConfigurationError(f"context_length is {context_length}; it must be 1 or more.")
         self.dataset = dataset
         self._whole = _checked(lengths, len(dataset))
         action = OnOverlong(on_overlong)

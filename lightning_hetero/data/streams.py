@@ -38,7 +38,7 @@ class StreamOrder:
         min_samples: Least number of samples in an iteration, even above the budget.
 
     Raises:
-        ConfigurationError: A number is out of range; while drawing, the stream is too short.
+        ConfigurationError: The stream can be read only once; while drawing, it is too short.
         BatchError: While drawing, a sample is too long and `on_overlong` is "refuse".
     """
 
@@ -51,11 +51,6 @@ class StreamOrder:
         on_overlong: OnOverlong | str = OnOverlong.CUT,
         min_samples: int = 1,
     ) -> None:
-        if not 1 <= context_length <= tokens_per_step:
-            raise ConfigurationError(
-                f"A stream has context_length {context_length} and tokens_per_step "
-                f"{tokens_per_step}; a step must hold a context of 1 or more."
-            )
         if isinstance(dataset, Iterator):
             raise ConfigurationError(
                 f"The stream is a {type(dataset).__name__}, which can be read only once, but every "

@@ -29,7 +29,7 @@ from lightning_hetero.core.plan import PipelinePlan, StagePlan
 from lightning_hetero.planner.pace import finish_s
 from lightning_hetero.planner.placement import Option
 
-__all__ = ["FEW_STAGES", "Splits", "balance_layers", "split_layers", "without_chunks"]
+__all__ = ["Splits", "balance_layers", "split_layers", "without_chunks"]
 
 _FINE = 1e7
 """Steps are compared in units of the least one divided by this, so that rounding doesn't count."""
@@ -147,7 +147,7 @@ _LEVELS, _LOOSEST = 24, 12.0
 """How many bottlenecks are tried, from the least one t to (1 + 12)·t."""
 _MOVES = 3
 """Most times that layers are moved after that."""
-FEW_STAGES = 8
+_FEW_STAGES = 10
 """In pipelines of up to so many stages any two exchange layers; in longer ones only neighbours."""
 _AT_ONCE = 4_000
 """Most splits timed in one call; more need memory and gain no time."""
@@ -293,7 +293,7 @@ def _moves(num_stages: int) -> IntArray:
     """Return [moves, stages] layers that stages take from others: 1, 2 or 4 of them."""
     rows = []
     for giver, taker in itertools.permutations(range(num_stages), 2):
-        for number in (1, 2, 4) if num_stages <= FEW_STAGES or abs(giver - taker) == 1 else ():
+        for number in (1, 2, 4) if num_stages <= _FEW_STAGES or abs(giver - taker) == 1 else ():
             row = [0] * num_stages
             row[giver], row[taker] = -number, number
             rows.append(row)

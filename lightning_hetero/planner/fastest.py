@@ -18,7 +18,6 @@ from lightning_hetero.planner.judge import Candidate, Judge
 from lightning_hetero.planner.master import Master, Mix
 from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import MappingOrder, Option, place, share_nodes
-from lightning_hetero.planner.pricing import growing
 from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
 from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
@@ -28,20 +27,24 @@ __all__ = ["FastestPlans", "SearchTask", "priced"]
 
 _NEAR = 1.06
 """Masters whose T is up to this multiple of the best one's have their mixes placed."""
+_NARROWED = 3
+"""Most stages that get a lower TP degree so that nodes can hold a mix."""
 _MASTERS = 8
 """Most masters near the best one whose mixes are used, for each ownership."""
-_PLACED = 12
-"""How many mixes of each ownership, the fastest by their columns' times, are placed and simulated,
-and how many of these the last local search begins from."""
+_SHIFTED = 6
+"""How many of the fastest mixes get their layers moved between stages, too."""
+_PLACED = 24
+"""How many of the mixes that are fastest by their columns' times are placed and simulated."""
+_IMPROVED = 12
+"""How many of the fastest placed plans the last local search begins from."""
 _WORK = 5_000
 """Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
-_ALIKE = 4
-"""How many numbers of pipelines get a local search of their own, and its starting plans; and how
-many stages get a lower TP degree, at most, so that nodes can hold a mix."""
+_NUMBERS, _ALIKE = 4, 4
+"""How many numbers of pipelines get a local search of their own, and its starting plans."""
 _SIZES_KEPT = 3
 """How many sizes of micro-batches, those best alone, may be mixed in one plan."""
-_FAR = 1.25
-"""No more pipelines are tried once two numbers in a row had a T of so many times the best."""
+_FAR, _FAR_IN_A_ROW = 1.25, 2
+"""No more pipelines are tried once so many numbers in a row had a T of so many times the best."""
 _FINE = 0.03
 """Numbers of pipelines closer to the best one than this share are not tried."""
 _SAME_ORDER = 3e-3
@@ -92,7 +95,7 @@ class FastestPlans:
         candidates = self._placed(mixes)
         running = self._candidate_of(start) if start is not None else None
         ranked = sorted(candidates, key=self.judge.seconds)
-        begin = ranked[:_PLACED] + ([running] if running is not None else [])
+        begin = ranked[:_IMPROVED] + ([running] if running is not None else [])
         self.task.progress("Improving the best plans", 0.6)
         improved = self._improved(ranked, begin)
         plans: dict[ParallelPlan, PlannedCandidate] = {}
@@ -110,7 +113,7 @@ class FastestPlans:
         for item in ranked:
             alike.setdefault(len(item.layers), []).append(item)
         found = []
-        for starts in list(alike.values())[:_ALIKE]:
+        for starts in list(alike.values())[:_NUMBERS]:
             found.append(Improver(self.judge, most_work // 4).improve(starts[:_ALIKE]))
         best = [item for item in found if item is not None]
         best.sort(key=self.judge.seconds)
@@ -139,7 +142,7 @@ class FastestPlans:
         total = self.any_stages.workload.global_batch_size // min(sizes)
         top = min(total, sum(self.any_stages.devices.values()))
         near, far = MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER
-        numbers = self._scan(lambda n: self._solve(Ownership(n), near), growing(top))
+        numbers = self._scan(lambda n: self._solve(Ownership(n), near), _numbers(top))
         times = {owner.num_pipelines: master.time_s for (owner, _), master in self.solved.items()}
         best = min(times, key=times.__getitem__)
         other = self._solve(Ownership(best), far)
@@ -174,7 +177,7 @@ class FastestPlans:
             known[number] = solve(number)
             best = min(known.values())
             worse = [seconds > _FAR * best for seconds in known.values()]
-            if len(worse) > 2 and all(worse[-2:]) and best < np.inf:
+            if len(worse) > _FAR_IN_A_ROW and all(worse[-_FAR_IN_A_ROW:]) and best < np.inf:
                 break
         self._refine(solve, known)
         return sorted(known)
@@ -232,8 +235,8 @@ class FastestPlans:
             alike = sorted(near, key=lambda master: master.time_s)
             near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
             mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
-            found += mixes[:_PLACED]
-            found += [(master, master.shifted(mix)) for master, mix in mixes[:_MASTERS]]
+            found += mixes[: _PLACED // 2]
+            found += [(master, master.shifted(mix)) for master, mix in mixes[:_SHIFTED]]
         return _distinct(found)
 
     # -- candidates -----------------------------------------------------------------------------
@@ -253,7 +256,7 @@ class FastestPlans:
         columns = [column for column, number in mix.columns for _ in range(number)]
         kinds, counts = self.any_stages.class_of_node, self.any_stages.counts
         arrangement = place([column.options for column in columns], kinds, counts, order)
-        for _ in range(_ALIKE):
+        for _ in range(_NARROWED):
             if arrangement is not None:
                 break
             narrow = sorted(self._narrower(master, columns), key=lambda pair: pair[0])
@@ -343,6 +346,15 @@ def _distinct(mixes: list[tuple[Master, Mix]]) -> list[tuple[Master, Mix]]:
     ordered = sorted(mixes, key=lambda pair: pair[1].time_s, reverse=True)
     kept = {(master.ownership, mix.columns): (master, mix) for master, mix in ordered}
     return sorted(kept.values(), key=lambda pair: pair[1].time_s)
+
+
+def _numbers(top: int) -> list[int]:
+    """Return numbers of pipelines to try: 1, 2, 3, 4, and then half as many more each time."""
+    found, number = [], 1
+    while number < top:
+        found.append(number)
+        number = max(number + 1, number * 3 // 2)
+    return [*found, top]
 
 
 def priced(found: ParallelPlan, simulation: Simulation, cost: CostModel) -> PlannedCandidate:

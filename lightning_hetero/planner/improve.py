@@ -78,6 +78,8 @@ class Improver:
             if seconds > best_s * _FAR:
                 break
             for item in self._likeliest(plan, seen):
+                if self._work() - begun > 16 * self.most_work:
+                    break  # One plan of thousands of devices takes all the work there may be.
                 seen.add(item)
                 found_s = self.judge.seconds(item)
                 if found_s < best_s * _FAR:

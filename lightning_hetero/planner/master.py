@@ -42,16 +42,18 @@ _ROUNDING = 1e-7
 """Share of all parameters that may lack room by rounding."""
 _CLOSE = 2e-4
 """Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
-_PROMISING = 150
-"""How many columns of least reduced cost a master passes on to the next one, and how many the
-integer programme chooses among."""
+_PROMISING = 80
+"""How many columns of least reduced cost a master passes on to the next one."""
+_WHOLE = 200
+"""How many columns of least reduced cost the integer programme chooses among."""
 _NODES = 60
 """Most nodes of its branch and bound: half a second."""
 _FEW_BLOCKS = 3
 """Every order of a pipeline's blocks of equal stages is tried up to so many blocks."""
 _SHIFTED = 6
-"""How many columns of least reduced cost get their layers moved between stages, and how many mixes
-of one column alone are added to those of branch and bound."""
+"""How many columns of least reduced cost get their layers moved between stages."""
+_ALIKE = 3
+"""How many mixes of one column alone are added to those of branch and bound."""
 _FEW = 24
 """Pipelines of up to so many micro-batches are valued by whole ones, each 4 % or more."""
 
@@ -273,7 +275,7 @@ class Master:
         fill = np.array([rate.fill_s for rate in rates])
         value = (self.time_s - fill) / _slopes(columns, rates)
         loss = self._reduced_cost(columns, duals) - 1e9 * (x > 1e-9)
-        order = np.argsort(loss, kind="stable")[:_PROMISING]
+        order = np.argsort(loss, kind="stable")[:_WHOLE]
         chosen = order[value[order] > 0.5]
         if not len(chosen):
             return []
@@ -291,7 +293,7 @@ class Master:
             if number and not (self.by_room and number * rate.room < self.needed_room):
                 count = -(-self.total // (column.size * number))
                 found.append(Mix(((column, number),), rate.ends_s(count)))
-        return sorted(found, key=lambda mix: mix.time_s)[:_SHIFTED]
+        return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
 
     def shift_best(self) -> None:
         """Add the columns that run with layers moved between stages, and solve again."""

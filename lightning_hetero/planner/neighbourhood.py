@@ -8,11 +8,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lightning_hetero.planner.balancing import FEW_STAGES
 from lightning_hetero.planner.judge import Judge
 from lightning_hetero.planner.placement import PlacedStages, share_nodes
 
 __all__ = ["Neighbourhood", "Pipeline"]
+
+_FEW_STAGES = 12
+"""In pipelines of up to so many stages a stage is moved to any place."""
 
 _Pattern = tuple[tuple[int, int], ...]
 """(position of the stage whose node is used, TP degree) of every stage of a changed pipeline."""
@@ -89,7 +91,7 @@ class Neighbourhood:
         for index in firsts:
             layers = own[index].layers or ()
             for giver, taker in itertools.permutations(range(len(layers)), 2):
-                if layers[giver] > 1 and (len(layers) <= FEW_STAGES or abs(giver - taker) == 1):
+                if layers[giver] > 1 and (len(layers) <= 8 or abs(giver - taker) == 1):
                     moved = list(layers)
                     moved[giver] -= 1
                     moved[taker] += 1
@@ -147,11 +149,11 @@ class Neighbourhood:
     def _reordered(stages: PlacedStages, own: _Pattern) -> Iterator[_Pattern]:
         """Yield a pipeline with two stages swapped, or one moved."""
         for one, other in itertools.combinations(range(len(stages)), 2):
-            if stages[one] != stages[other] and (len(stages) <= FEW_STAGES or other == one + 1):
+            if stages[one] != stages[other] and (len(stages) <= 8 or other == one + 1):
                 swapped = list(own)
                 swapped[one], swapped[other] = swapped[other], swapped[one]
                 yield tuple(swapped)
-        if len(stages) <= FEW_STAGES:
+        if len(stages) <= _FEW_STAGES:
             for place, other in itertools.permutations(range(len(stages)), 2):
                 if abs(other - place) > 1 and stages[other] != stages[place]:
                     rest = own[:place] + own[place + 1 :]

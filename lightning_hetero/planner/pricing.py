@@ -25,20 +25,29 @@ from lightning_hetero.planner.columns import Column, ColumnTimes
 from lightning_hetero.planner.placement import MappingOrder, Option
 from lightning_hetero.planner.stages import Stages
 
-__all__ = ["Duals", "Pricing", "even_options", "growing"]
+__all__ = ["Duals", "Pricing", "even_options"]
+
+_LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Numbers of stages of the even pipelines on one class of nodes in the first pool."""
 
 _LEVELS = 16
 """How many levels of the bottleneck are priced at once."""
 _SLOW_LINK = 0.02
 """Waits for links are priced where a message takes more than this share of all layers' seconds."""
+_OF_LENGTH = 3
+"""How many pipelines of each number of stages are added to the first pool."""
 _RAISES = 4
 """How often a level's prices may be raised until its pipeline fits the nodes."""
+_CARRY = 0.5
+"""Share of a level's raised prices with which levels next to it begin."""
 _STEP = 0.2
 """Least change of a price, as a share of the devices' average price."""
 _ENOUGH = 4
-"""Levels are not refined once so many columns improve the master; so many of the best are."""
+"""Levels are not refined once so many columns improve the master."""
 _LOOKS = 2
 """How often levels are priced: all of them, then those next to the best."""
+_NEAREST = 5
+"""How many of the best levels have their neighbours priced."""
 _WAITS = (0.0, 0.5, 1.0)
 """Shares of its links' seconds that a stage is assumed to wait for. In the slowest cycle of n
 stages each waits for (n - 1)/n of them, elsewhere for none."""
@@ -148,11 +157,11 @@ class Pricing:
                 break
             # Levels next to the best ones, at a quarter of the distance, from their prices.
             step = max(1, step // 4)
-            best = np.argsort(-values, kind="stable")[:_ENOUGH]
+            best = np.argsort(-values, kind="stable")[:_NEAREST]
             near = np.unique((chosen[best][:, None] + step * np.arange(-3, 4)).ravel())
             near = np.setdiff1d(near[(near >= 0) & (near < len(levels))], chosen)
             after = np.clip(np.searchsorted(chosen, near), 0, len(chosen) - 1)
-            chosen, raised = near, raised[after]
+            chosen, raised = near, _CARRY * raised[after]
 
     def _fitting(  # noqa: PLR0913
         self,
@@ -263,8 +272,8 @@ class Pricing:
                 break
         chosen = [(level, int(at[level])) for level in np.flatnonzero(np.isfinite(best)).tolist()]
         for position, row in enumerate(values if self.is_wide or len(self.waits) > 1 else ()):
-            if np.isfinite(row).any():
-                chosen.append((int(row.argmax()), position))
+            every = np.argsort(-row, kind="stable")[: _OF_LENGTH if self.is_wide else 1].tolist()
+            chosen += [(level, position) for level in every if np.isfinite(row[level])]
         distinct = list(dict.fromkeys(chosen))
         columns = self._columns(paths, edges, closing, distinct)
         return [(level, column) for (level, _), column in zip(distinct, columns, strict=True)]
@@ -338,15 +347,6 @@ def _joined(reached: FloatArray, edge: FloatArray) -> FloatArray:
     return found
 
 
-def growing(top: int) -> list[int]:
-    """Return 1, 2, 3, 4, and then half as many more each time, up to a number and with it."""
-    found, number = [], 1
-    while number < top:
-        found.append(number)
-        number = max(number + 1, number * 3 // 2)
-    return [*found, top] if top > 0 else []
-
-
 def even_options(stages: Stages, number: int, *, is_wide: bool) -> Iterator[tuple[Option, ...]]:
     """Yield pipelines of one class of nodes, and ones with an even share of several classes.
 
@@ -363,7 +363,7 @@ def even_options(stages: Stages, number: int, *, is_wide: bool) -> Iterator[tupl
         own = [option for option in stages.options if option.node_class == kind]
         shares = [(o, min(most, count // (number * o.tp_degree))) for o in own]
         for option, share in shares:
-            yield from ((option,) * n for n in growing(share))
+            yield from ((option,) * n for n in (*_LENGTHS, share) if 0 < n <= share)
         rows = {(o,) * n for o, share in shares for n in (share, is_wide * 1) if 0 < n <= share}
         choices.append([(), *sorted(rows)])
     for blocks in itertools.product(*choices):

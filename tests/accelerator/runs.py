@@ -37,7 +37,6 @@ class Job:
     """Plants a wait into the user's step."""
     breaks_at: int | None = None
     """Batch whose gradients aren't finite; rank 0 is late in the next one."""
-    """Whether the last rows hold token ids that the embedding has no row for."""
     folder: str = ""
     """Where a checkpoint is written half-way, from which the run then begins again."""
     options: tuple[tuple[str, Any], ...] = ()

@@ -49,10 +49,10 @@ def test_a_schedule_takes_at_most_eq_1_and_exactly_it_for_equal_microbatches(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"b": 0.0}, "b above 0"),
-        ({"a": -1.0}, "a=-1.0"),
-        ({"max_len": 0}, "max_len=0"),
-        ({"num_stages": 0}, "num_stages=0"),
+        ({"b": 0.0}, "b 0.0; it must be above 0"),
+        ({"a": -1.0}, "a -1.0"),
+        ({"max_len": 0}, "max_len 0"),
+        ({"num_stages": 0}, "num_stages 0"),
     ],
 )
 def test_impossible_coefficients_are_refused(changes, words) -> None:
@@ -64,8 +64,3 @@ def test_impossible_coefficients_are_refused(changes, words) -> None:
 def test_lengths_that_are_no_positive_integers_are_refused(lengths) -> None:
     with pytest.raises(AssignmentError):
         as_lengths(lengths)
-
-
-def test_a_plan_without_pipelines_is_refused() -> None:
-    with pytest.raises(AssignmentError, match="0 pipelines"):
-        CostTable.of([])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from lightning_hetero.autoplan import engine_choices
 from lightning_hetero.autoplan.engine_choices import (
     check_room_for_states,
+    find_standbys_of_run,
     state_memory,
     with_exchange,
     with_owner_shares,
@@ -85,6 +86,22 @@ def facts_of(*shares: float, **changes: Any) -> Facts:
         room=(first, second, third),
     )
     return replace(facts, **changes)
+
+
+@pytest.mark.parametrize(("what", "redundancy"), [("owner_shares", 0), ("redundancy", 1)])
+def test_ranks_that_differ_in_redundancy_or_shares_are_refused(what: str, redundancy: int) -> None:
+    comms: Any = SimpleNamespace(
+        world_size=3, gather_objects=lambda own: [own, own | {what: "(1.0, 2.0, 1.0)"}, own]
+    )
+    facts = replace(facts_of(9.0, 9.0, 9.0, redundancy=redundancy), comms=comms)
+    plan = replace(FIRST, owner_shares=(1.0, 1.0, 1.0))
+
+    def start() -> None:
+        find_standbys_of_run(facts, RunPlans(first=plan, candidates=(plan,)))
+        check(plan, facts, ownership=Ownership.MEMORY)
+
+    with pytest.raises(ConfigurationError, match=what):
+        start()
 
 
 def check(plan: ParallelPlan, facts: RunFacts, **config: Any) -> None:

@@ -1,13 +1,11 @@
 """Clusters as the files that users write."""
 
-import json
-from dataclasses import asdict
-
 import yaml
 
 from lightning_hetero.core.cluster import Cluster
+from lightning_hetero.core.reading import plain
 
 
 def text_of(cluster: Cluster) -> str:
     """Return a cluster as YAML."""
-    return yaml.safe_dump(json.loads(json.dumps(asdict(cluster))))
+    return yaml.safe_dump(plain(cluster))

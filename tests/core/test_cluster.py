@@ -78,25 +78,6 @@ def test_ranks_are_numbered_node_by_node(cluster):
             cluster.node_of(rank)
 
 
-@given(cluster=clusters(), data=st.data())
-def test_links_are_the_same_both_ways_and_named_ones_win(cluster, data):
-    nodes = st.integers(0, len(cluster.nodes) - 1)
-    a, b = data.draw(nodes), data.draw(nodes)
-    bandwidth, latency_s = cluster.link_between(a, b)
-    assert cluster.link_between(b, a) == (bandwidth, latency_s)
-    pair = tuple(sorted((a, b)))
-    inside = pair[0] == pair[1]
-    default = cluster.intra_node_latency_s if inside else cluster.inter_node_latency_s
-    named = [link for link in cluster.links if tuple(sorted(link.nodes)) == pair]
-    if named:
-        assert bandwidth == named[0].bytes_per_s
-        assert latency_s == (default if named[0].latency_s is None else named[0].latency_s)
-    else:
-        inner = cluster.device_of_node(a).intra_node_bytes_per_s
-        assert bandwidth == (inner if inside else cluster.inter_node_bytes_per_s)
-        assert latency_s == default
-
-
 def test_a_cluster_file_means_what_the_manual_says(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text(TEXT)

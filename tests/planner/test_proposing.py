@@ -171,7 +171,7 @@ def test_the_linear_programme_is_the_limit_of_the_papers_dynamic_programme() -> 
     coarse_s, fine_s = (dynamic_programme_s(work, 4, steps) for steps in (2, 8))
     assert without.latency_s <= fine_s * (1 + 1e-9) <= coarse_s * (1 + 1e-9)
     assert fine_s <= without.latency_s * 1.1
-    assert bubbles.latency_s >= without.latency_s
+    assert bubbles.latency_s >= without.latency_s + work.lost_s.min()
     for plan in (without, bubbles):
         assert (plan.counts @ work.devices <= work.available + 1e-6).all()
 

@@ -8,6 +8,7 @@ from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask
 from lightning_hetero.planner.result import PlanningResult
 from lightning_hetero.planner.scheduled import Scheduled, _problem, simulate_scheduled
@@ -68,6 +69,19 @@ def test_a_runs_plan_is_judged_under_the_schedule_that_it_runs(schedule: Schedul
     assert (seconds[0] < 0.95 * seconds[1]) == schedule.is_solved
     assert any(p.has_chunks for p in found.best.plan.pipelines) == schedule.is_solved
     assert found.best.simulation.fits
+
+
+def test_estimates_see_all_layers_of_ranks_with_chunks_in_one_stage() -> None:
+    parts = [([1], 0, 2, 1), ([0, 2], 2, 5, 2), ([1], 5, 6, None), ([0, 2], 6, 9, 1)]
+    stages = [
+        {"ranks": ranks, "layers": [start, stop], "recomputed_layers": count}
+        for ranks, start, stop, count in parts
+    ]
+    found = without_chunks(ParallelPlan.from_dict({"pipelines": [{"stages": stages}]}).pipelines[0])
+    assert [(s.ranks, s.layers, s.recomputed_layers) for s in found.stages] == [
+        ((1,), range(3), 1),
+        ((0, 2), range(3, 9), 3),
+    ]
 
 
 def test_what_ranks_with_chunks_own_takes_their_memory_once() -> None:

@@ -63,8 +63,8 @@ def peak(problem: ScheduleProblem, order: tuple[Pass, ...]) -> float:
     return most
 
 
-@pytest.mark.parametrize("num_ranks", [2, 8])
-@pytest.mark.parametrize("per_rank", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("per_rank", [2, 3, 4])
 @pytest.mark.parametrize(
     "name",
     [

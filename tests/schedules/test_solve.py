@@ -82,6 +82,51 @@ def test_schedules_are_nearly_the_best() -> None:
     assert rest[-1] <= 1.01
 
 
+LEAST_S = [
+    ((2, 64, 0, 1), (194, 385, 373.25)),
+    ((2, 64, 0, 2), (193, 385, 371.34)),
+    ((2, 64, 1, 1), (227, 387, 378.46)),
+    ((2, 64, 1, 2), (194, 386, 371.91)),
+    ((4, 16, 0, 1), (54, 103, 54.94)),
+    ((4, 16, 0, 2), (52, 100, 54.03)),
+    ((4, 16, 1, 1), (71, 109, 64.13)),
+    ((4, 16, 1, 2), (58, 105, 56.38)),
+    ((16, 8, 0, 1), (54, 91, 79.43)),
+    ((16, 8, 0, 2), (52, 87, 75.56)),
+    ((16, 8, 1, 1), (90, 121, 109.43)),
+    ((16, 8, 1, 2), (82, 117, 105.56)),
+    ((16, 32, 0, 1), (126, 235, 218.7)),
+    ((16, 32, 0, 2), (124, 231, 214.83)),
+    ((16, 32, 1, 1), (185, 265, 248.7)),
+    ((16, 32, 1, 2), (154, 261, 244.83)),
+]
+"""Stages, micro-batches, seconds of a link and depth; and seconds that no schedule can end before,
+with equal stages, with a slower half, and with random ones, by a bound on all orders (heads and
+tails of passes under the stages' room)."""
+
+
+@pytest.mark.parametrize(("case", "least_s"), LEAST_S)
+def test_schedules_end_within_3_percent_of_the_least_there_can_be(case, least_s) -> None:
+    num_stages, num_microbatches, link_s, depth = case
+    draw = random.Random(num_stages)
+    rows = (
+        [1.0] * num_stages,
+        [1.0] * (num_stages // 2) + [2.0] * (num_stages // 2),
+        [draw.uniform(0.5, 2.0) for _ in range(num_stages)],
+    )
+    for seconds, least in zip(rows, least_s, strict=True):
+        problem = ScheduleProblem.equal(
+            forward_s=seconds,
+            input_s=seconds,
+            weight_s=seconds,
+            num_microbatches=num_microbatches,
+            most_held=[depth * (num_stages - stage) for stage in range(num_stages)],
+            edges=[Edge(latency_s=link_s)] * (num_stages - 1),
+            waiting=0.5,
+        )
+        assert least - 0.01 <= solve(problem).end_s <= 1.03 * least
+
+
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 10**6), st.integers(2, 6), st.integers(1, 16))
 def test_no_schedule_is_slower_than_1f1b_in_its_room(seed: int, stages: int, count: int) -> None:
@@ -95,6 +140,18 @@ def test_no_schedule_is_slower_than_1f1b_in_its_room(seed: int, stages: int, cou
         edges=[Edge(latency_s=draw.choice([0.0, 0.5]))] * (stages - 1),
     )
     assert solve(problem).end_s <= end_s(problem, order_1f1b(problem)) * (1 + 1e-9)
+
+
+def test_zero_bubble_h1_is_matched_in_the_memory_of_1f1b() -> None:
+    """Qi et al. 2023: ZB-H1 leaves (stages - 1)(F + I - W) idle, a third of 1F1B's."""
+    problem = ScheduleProblem.equal(
+        forward_s=[1.0] * 4,
+        input_s=[1.0] * 4,
+        weight_s=[1.0] * 4,
+        num_microbatches=12,
+        most_held=[4.0] * 4,  # What 1F1B's first stage holds.
+    )
+    assert solve(problem).end_s <= 12 * 3 + 3 * (1 + 1 - 1) + 1e-9
 
 
 def test_a_stage_without_room_for_a_microbatch_is_refused() -> None:

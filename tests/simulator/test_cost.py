@@ -154,7 +154,8 @@ def test_profiled_times_and_memory_replace_estimates_and_others_are_fitted():
     added = 2 * without.layer_traffic_s(shape, 100)
     assert added > 0
     expected = tuple(seconds + added for seconds in cost.compute_s(shape, (100,)))
-    assert without.compute_s(shape, (100,)) == pytest.approx(expected)
+    near = pytest.approx(expected, rel=0, abs=added / 10)
+    assert without.compute_s(shape, (100,)) == near
 
 
 def test_selective_layers_cost_a_tenth_of_a_forward_and_one_of_two_sums_over_their_group():

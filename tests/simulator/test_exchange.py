@@ -166,6 +166,24 @@ def test_queues_end_when_walking_every_layer_says(plan, cost, data):
         assert row == pytest.approx(expected)
 
 
+@given(plans(), costs())
+@settings(max_examples=40)
+def test_no_stage_starts_before_its_first_layer_was_pulled_nor_later_than_all(plan, cost):
+    table = table_of(plan, cost)
+    for index, row in enumerate(
+        table.pull_start_s([[0.01] * p.num_stages for p in plan.pipelines])
+    ):
+        for stage, start in enumerate(row):
+            pulls = [
+                (segment.num_units, pull[index])
+                for segment, pull in zip(table.segments, table.pull_s, strict=True)
+                if segment.stages[index] == stage
+            ]
+            total = sum(units * seconds for units, seconds in pulls)
+            assert pulls[-1][1] - 1e-12 <= start <= total + 1e-12
+            assert start + 0.01 >= total
+
+
 def test_with_standbys_memory_and_pushes_count_both_copies_and_pulls_one():
     cluster = Cluster(nodes=(Node(device="A100-80GB", count=2),))
     stages = [StagePlan(ranks=(rank,), layers=range(NUM_LAYERS)) for rank in range(2)]

@@ -151,7 +151,9 @@ def test_overlapped_push_hides_behind_the_last_backward():
     for overlap in (True, False):
         layout = StateLayout(overlap=overlap)
         cost = LinearCost(cluster_of(2, inter_bytes_per_s=rate), model, layout=layout)
-        times[overlap] = simulate(plan_of([4], [4]), cost, [[(5,)], [(5,)]]).iteration_time_s
+        found = simulate(plan_of([4], [4]), cost, [[(5,)], [(5,)]])
+        times[overlap] = found.iteration_time_s
+        assert found.exchange_s == pytest.approx(found.iteration_time_s - 3 * 4 * 5)
     # The first layer and the embedding are ready only when the backward ends.
     exposed_s = (model.params_per_layer + model.embedding_params) / rate
     assert times[False] - times[True] == pytest.approx(1.2 - exposed_s)

@@ -102,8 +102,13 @@ class Pull:
         """Digests of the frozen slices after an iteration that looked for changed bits."""
 
     def _prepare(self, routes: Routes, units: Sequence[Unit]) -> dict[int, PulledUnit]:
-        found = routes.pulls(units, self._weights)
-        return {index: pulled for unit, pulled in found for index in unit.indices}
+        found = {unit: routes.pulled(unit, self._weights) for unit in units}
+        return {
+            index: pulled
+            for unit, pulled in found.items()
+            if pulled is not None
+            for index in unit.indices
+        }
 
     def mark_stale(self, *, only_trainable: bool = False) -> None:
         """Make the next pull move all units, or only those with trainable parameters."""

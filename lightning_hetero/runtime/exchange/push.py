@@ -31,8 +31,9 @@ class Push:
     def __init__(self, weights: ComputeWeights, routes: Routes) -> None:
         self._weights = weights
         self._options = routes.options
-        pushes = routes.pushes(routes.table.trainable_units, weights)
-        self._here = {unit.index: pushed for unit, pushed in pushes}
+        units = reversed(routes.table.trainable_units)
+        pushes = {unit.index: routes.pushed(unit, weights) for unit in units}
+        self._here = {index: pushed for index, pushed in pushes.items() if pushed is not None}
         """The units of which this rank holds or owns rows, by index."""
         self._units = {index: unit for index, unit in self._here.items() if unit.travels}
         self._sent_by_unit = {index: unit.leaving for index, unit in self._units.items()}

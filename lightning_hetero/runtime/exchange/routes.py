@@ -10,7 +10,7 @@ rank; units without one go by messages. Few ranks on gloo use messages, which ar
 tell which peer was late (`MOST_BY_MESSAGES`).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -79,24 +79,6 @@ class Routes:
         self._stage_group = stage_group
         self._even: dict[tuple[UnitKind, bool], EvenWay | None] = {}
         self._parcels: dict[tuple[UnitKind, bool], Parcels] = {}
-
-    def pulls(
-        self, units: Sequence[Unit], weights: ComputeWeights
-    ) -> Iterator[tuple[Unit, PulledUnit]]:
-        """Yield the units of which this rank moves rows, ascending, with its part in pulls."""
-        for unit in units:
-            pulled = self.pulled(unit, weights)
-            if pulled is not None:
-                yield unit, pulled
-
-    def pushes(
-        self, units: Sequence[Unit], weights: ComputeWeights
-    ) -> Iterator[tuple[Unit, PushedUnit]]:
-        """Yield the units of which this rank has rows, descending, with its part in pushes."""
-        for unit in reversed(units):
-            pushed = self.pushed(unit, weights)
-            if pushed is not None:
-                yield unit, pushed
 
     def pulled(self, unit: Unit, weights: ComputeWeights) -> PulledUnit | None:
         """Return this rank's part in the pulls of a unit; None if it moves nothing of it."""

@@ -106,10 +106,7 @@ class Engine:
             self.store,
             communicators,
             clock=clock,
-            dtype=config.compute_dtype,
-            exchange=config.exchange,
-            node_of_rank=config.node_of_rank,
-            num_microbatches=config.num_microbatches,
+            config=config,
             tensor_parallel=tensor_parallel,
         )
         """The plan that runs, and changes to other plans."""

@@ -8,14 +8,20 @@ takes no more memory than the smallest possible budget. Each later iteration cou
 isn't recomputed, and the largest count is used for all layers.
 """
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from lightning_hetero.core.actions import Action
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import StagePlan
-from lightning_hetero.core.recomputation import LayerBytes, fewest_recomputed, held_at_backward
+from lightning_hetero.core.recomputation import (
+    LayerBytes,
+    Windows,
+    fewest_recomputed,
+    held_at_backward,
+)
 from lightning_hetero.models.batches import count_samples, sample_lengths
 from lightning_hetero.runtime.stage.chunks import Chunk
 from lightning_hetero.runtime.stage.recomputation import (
@@ -95,15 +101,16 @@ class RecomputationChoice:
     ) -> list[Recomputation]:
         """Return which layers each micro-batch recomputes on a stage with a budget."""
         tokens = [_count_tokens(microbatch) for microbatch in microbatches]
-        window = _Budget(stage, budget, tokens, schedule)
+        fewest = partial(_fewest, stage, budget, tokens, held_at_backward(schedule))
         layer, num_layers = self._known.get(stage.tp_degree), len(stage.layers)
         counts = [num_layers - (index == 0) for index in range(len(tokens))]
         if layer is not None:
-            counts = list(window.recomputed(layer))
-        chosen = [_first(stage, count) for count in counts]
+            counts = list(fewest(layer))
+        chosen = [Recomputation(layers=stage.layers[:count]) for count in counts]
         index = next((i for i, count in enumerate(counts) if count < num_layers), None)
         if index is not None and tokens[index]:
-            chosen[index] = replace(chosen[index], measured=self._last_layer(window, index))
+            measured = self._last_layer(stage, tokens[index], fewest)
+            chosen[index] = replace(chosen[index], measured=measured)
         return chosen
 
     def alone(self, chunk: Chunk) -> Recomputation:
@@ -134,45 +141,29 @@ class RecomputationChoice:
             selective = layers[count : count + (stage.selective_layers or 0)]
         return Recomputation(layers=whole, selective=selective)
 
-    def _last_layer(self, window: "_Budget", index: int) -> MeasuredLayer:
+    def _last_layer(
+        self, stage: StagePlan, num_tokens: int, fewest: Callable[[LayerBytes], object]
+    ) -> MeasuredLayer:
         """Return the last layer of a stage, whose bytes are to be counted while it runs."""
-        stage = window.stage
 
         def report(layer: LayerBytes) -> None:
             known = self._known.get(stage.tp_degree)
             if known is None or layer.kept > known.kept or layer.recomputed > known.recomputed:
                 self.measured = MeasuredBytes(stage.tp_degree, layer)
             if known is None:
-                window.recomputed(layer)  # Raises if the budget is too small.
+                fewest(layer)  # Raises if the budget is too small.
 
-        return MeasuredLayer(index=stage.layers[-1], num_tokens=window.tokens[index], report=report)
-
-
-@dataclass(frozen=True)
-class _Budget:
-    """A stage's budget in one iteration."""
-
-    stage: StagePlan
-    num_bytes: int
-    tokens: Sequence[int]
-    schedule: tuple[Action, ...]
-
-    def recomputed(self, layer: LayerBytes) -> tuple[int, ...]:
-        """Return how many layers each micro-batch recomputes."""
-        try:
-            return fewest_recomputed(
-                self.num_bytes,
-                layer,
-                len(self.stage.layers),
-                self.tokens,
-                held_at_backward(self.schedule),
-            )
-        except PlanError as error:
-            raise PlanError(f"The stage on ranks {list(self.stage.ranks)}: {error}") from None
+        return MeasuredLayer(index=stage.layers[-1], num_tokens=num_tokens, report=report)
 
 
-def _first(stage: StagePlan, count: int) -> Recomputation:
-    return Recomputation(layers=stage.layers[:count])
+def _fewest(
+    stage: StagePlan, budget: int, tokens: Sequence[int], windows: Windows, layer: LayerBytes
+) -> tuple[int, ...]:
+    """Return how many layers each micro-batch recomputes on a stage with a budget of bytes."""
+    try:
+        return fewest_recomputed(budget, layer, len(stage.layers), tokens, windows)
+    except PlanError as error:
+        raise PlanError(f"The stage on ranks {list(stage.ranks)}: {error}") from None
 
 
 def _count_tokens(microbatch: Any) -> int:

@@ -31,6 +31,7 @@ from lightning_hetero.runtime.exchange.messages import ExchangeOptions, SideStre
 from lightning_hetero.runtime.exchange.pull import Pull
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.runtime.exchange.routes import Routes
+from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 from lightning_hetero.runtime.stage.chunks import Chunk, chunks_of
@@ -147,41 +148,34 @@ class PlanSwitch:
         store: The rank's slices.
         comms: The communicators.
         clock: Times the waits.
-        dtype: Dtype of the compute weights.
-        exchange: How weights and gradients travel.
-        node_of_rank: The node of each global rank, if gradients may be summed by node.
-        num_microbatches: Number of micro-batches where a plan doesn't say one.
+        config: The engine's options.
         tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
 
-    def __init__(  # noqa: PLR0913 - what a plan runs on
+    def __init__(
         self,
         plan: ParallelPlan,
         store: SliceStore,
         comms: Communicators,
         *,
         clock: ComputeClock,
-        dtype: torch.dtype,
-        exchange: ExchangeKind,
-        node_of_rank: Sequence[int],
-        num_microbatches: int,
+        config: EngineConfig,
         tensor_parallel: TensorParallel | None,
     ) -> None:
         self._store = store
-        self._num_microbatches = num_microbatches
+        self._config = config
         # One for all plans: torch has only 32 streams, so two plans might get the same one.
-        self._side_stream = SideStream(store.device)
+        side_stream = SideStream(store.device)
         self._comms = comms
         self._clock = clock
-        self._dtype = dtype
         self._options = ExchangeOptions(
             group=comms.exchange,
             group_of=self._group_of,
-            kind=exchange,
-            node_of_rank=node_of_rank,
-            dtype=dtype,
+            kind=config.exchange,
+            node_of_rank=config.node_of_rank,
+            dtype=config.compute_dtype,
             clock=clock,
-            side_stream=self._side_stream,
+            side_stream=side_stream,
         )
         self._known: dict[ParallelPlan, Routes] = {}
         """The plans that ran or were prepared most recently, the latest one last."""
@@ -353,7 +347,9 @@ class PlanSwitch:
             self._tensor_parallel.enter_plan(plan, self._comms)
         store, routes = self._store, self._routes_of(plan)
         table = routes.table
-        weights = ComputeWeights(store, table, dtype=self._dtype, share_memory=shares_memory)
+        weights = ComputeWeights(
+            store, table, dtype=self._options.dtype, share_memory=shares_memory
+        )
         return RunningPlan(
             plan=plan,
             place=plan.place(self._comms.global_rank),
@@ -369,5 +365,5 @@ class PlanSwitch:
                 group=None if self._tensor_parallel is None else self._tensor_parallel.group,
             ),
             shares_memory=shares_memory,
-            num_microbatches=plan.count_microbatches(self._num_microbatches),
+            num_microbatches=plan.count_microbatches(self._config.num_microbatches),
         )

@@ -15,7 +15,6 @@ from inspect import signature
 
 import torch
 from torch import nn
-from torch.nn.parameter import UninitializedParameter
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
@@ -192,10 +191,6 @@ def _spec(
         raise ModelError(
             f"Parameter {name} is shared between layers (registered as {list(names)}). Stages can "
             "share parameters only outside the layers, such as embedding and head."
-        )
-    if isinstance(parameter, UninitializedParameter):
-        raise ModelError(
-            f"Parameter {name} has no shape yet. Run one batch through lazy modules first."
         )
     if parameter.requires_grad and is_quantized(parameter):
         raise ModelError(STAYS_FROZEN.format(name))

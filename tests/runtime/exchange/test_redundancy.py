@@ -1,9 +1,9 @@
 """With redundancy a plan trains the same, and every row is kept by two ranks, bit for bit alike."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -14,30 +14,28 @@ import torch
 from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.autoplan.facts import Emulation
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.exchange import even
 from lightning_hetero.runtime.exchange.push import Push
+from lightning_hetero.testing import EmulatedDevices
 from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.case_modules import RowsModule
-from tests.runtime.runs import MODULES, SEED, Case, pipeline, plan_of, stage, train
-from tests.toy import quiet
+from tests.runtime.runs import MODULES, SEED, Case, Outcome, fit, pipeline, plan_of, stage, train
 
 pytestmark = pytest.mark.dist
 
 Rows = tuple[str, str, int, int]
 """(parameter, "weight" or the key of a state, first row, last row + 1)"""
 Disturb = Callable[[HeteroStrategy, int], None]
+REDUNDANT = (("redundancy", 1), ("standby_check_steps", 1))
 
 
 @dataclass
 class Kept:
     """What a rank has after each step, the last one's at the end."""
 
+    outcome: Outcome | None = None
     standbys: tuple[int, ...] = ()
-    losses: list[float] = field(default_factory=list)
-    weights: dict[str, np.ndarray] = field(default_factory=dict)
-    """Whole ones, on rank 0."""
     owned: dict[Rows, np.ndarray] = field(default_factory=dict)
     stood_by: dict[Rows, np.ndarray] = field(default_factory=dict)
 
@@ -86,32 +84,14 @@ def train_redundant(
 ) -> Kept:
     """Train a case, each rank on the node that it plays."""
     L.seed_everything(SEED, verbose=False)
-    assert case.plan is not None
-    strategy = HeteroStrategy(
-        plan=ParallelPlan.from_dict(case.plan),
-        num_microbatches=case.num_microbatches,
-        ownership=case.ownership,
-        **{"redundancy": 1, "standby_check_steps": 1, **dict(case.options)},
-    )
-    strategy.emulation = Emulation(node=nodes[rank])
-    kept, module = Kept(), MODULES[case.model](case)
-    trainer = L.Trainer(
-        **quiet(callbacks=[Look(kept, disturb)], precision=case.precision),
-        strategy=strategy,
-        devices=case.world_size,
-        max_epochs=case.max_epochs,
-        accumulate_grad_batches=case.accumulate,
-        gradient_clip_val=case.clip_val,
-        gradient_clip_algorithm=case.clip_algorithm if case.clip_val else None,
-        use_distributed_sampler=False,
-    )
-    # More than two pipelines are added by pairs, as hundreds are.
-    with mock.patch.object(even, "_ADDED_IN_TURN", 2):
-        trainer.fit(module)
-    kept.losses = module.losses
-    kept.weights = {
-        name: value.float().numpy() for name, value in strategy.whole_state_dict().items()
-    }
+    kept = Kept()
+    case = replace(case, options=(*REDUNDANT, *case.options))
+    with (
+        mock.patch.dict(os.environ, {"GROUP_RANK": nodes[rank]}),
+        # More than two pipelines are added by pairs, as hundreds are.
+        mock.patch.object(even, "_ADDED_IN_TURN", 2),
+    ):
+        kept.outcome = fit(MODULES[case.model](case), case, Look(kept, disturb))
     return kept
 
 
@@ -159,19 +139,11 @@ class NormsModule(RowsModule):
         return Norms(self.parameters(), lr=0.1)
 
 
-def fit_refused(rank: int, case: Case, redundancy: tuple[int, ...], *memory_bytes: int) -> str:
-    """Return why a run is refused; ranks may differ in what they are told, and have."""
-    strategy = HeteroStrategy(
-        plan=ParallelPlan.from_dict(case.plan),
-        redundancy=redundancy[rank],
-        ownership=case.ownership,
-        timeout=timedelta(seconds=60),
-    )
-    strategy.emulation = Emulation(memory_bytes=memory_bytes[rank] if memory_bytes else None)
-    module = NormsModule(case) if case.optimizer == "norms" else RowsModule(case)
-    options = quiet(max_epochs=1, devices=case.world_size)
+def fit_refused(rank: int, case: Case, redundancy: tuple[int, ...], *callbacks: Any) -> str:
+    """Return why a run is refused; ranks may differ in what they are told."""
+    case = replace(case, options=(("redundancy", redundancy[rank]),))
     try:
-        L.Trainer(strategy=strategy, use_distributed_sampler=False, **options).fit(module)
+        fit((NormsModule if case.optimizer == "norms" else RowsModule)(case), case, *callbacks)
     except ConfigurationError as error:
         return str(error)
     return "not refused"
@@ -256,10 +228,12 @@ def test_copies_are_equal_bit_for_bit_and_train_as_one_device(pool: ProcessPool,
     found: list[Kept] = pool.run(train_redundant, case.world_size, case, nodes, disturb)
     is_exact = case.precision == "32-true"
     for kept in found:
-        np.testing.assert_allclose(kept.losses, expected.losses, rtol=1e-5 if is_exact else 2e-2)
+        np.testing.assert_allclose(
+            kept.outcome.losses, expected.losses, rtol=1e-5 if is_exact else 2e-2
+        )
     for weight, value in expected.weights.items() if is_exact else ():
         np.testing.assert_allclose(
-            found[0].weights[weight], value, atol=1e-5 * np.abs(value).max(), err_msg=weight
+            found[0].outcome.weights[weight], value, atol=1e-5 * np.abs(value).max(), err_msg=weight
         )
     owned = {rows: value for kept in found for rows, value in kept.owned.items()}
     assert sum(len(kept.owned) for kept in found) == len(owned), "a row has two owners"
@@ -303,7 +277,7 @@ def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool, case
 NORMS = Case(plan=TWO, world_size=2, optimizer="norms")
 TOY = Case(plan=TWO, world_size=2)
 WHOLE = "Norms needs whole matrices: it steps the rows of a tensor otherwise"
-FULL = "Rank 1 has 0.000126 GiB to use, but weights, gradients and states take"
+FULL = "Rank 0 has 0.000126 GiB to use, but weights, gradients and states take"
 
 
 @pytest.mark.parametrize(
@@ -311,7 +285,7 @@ FULL = "Rank 1 has 0.000126 GiB to use, but weights, gradients and states take"
     [
         (WHOLE, (NORMS, (1, 1))),
         ("not refused", (replace(NORMS, ownership="parameter"), (1, 1))),
-        (FULL, (TOY, (1, 1), 2**33, 150_000)),
+        (FULL, (TOY, (1, 1), EmulatedDevices((1.0, 1.0), memory_bytes=150_000))),
         ("Ranks don't run the same", (TOY, (0, 1))),
     ],
 )

@@ -1,7 +1,12 @@
 """Laws of an engine: determinism, and what a rank holds."""
 
+import weakref
+from typing import Any
+from unittest import mock
+
 import pytest
 
+from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from tests.processes import ProcessPool
 from tests.runtime.runs import Case, Outcome, assert_same_bits, pipeline, plan_of, stage, train
 
@@ -97,3 +102,27 @@ def test_1f1b_holds_the_activations_of_num_stages_minus_stage_index_microbatches
     case = Case(plan=plan, world_size=3, num_microbatches=num_microbatches, batch_size=6)
     for index, outcome in enumerate(pool.run(train, 3, case)):
         assert outcome.peak_in_flight == min(3 - index, num_microbatches)
+
+
+def alive_when_others_are_made(rank: int, case: Case) -> list[int]:
+    """Return how many plans were alive whenever an iteration made another one ready."""
+    made: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+    make_ready = PlanSwitch._make_ready
+
+    def make(self: PlanSwitch, plan: Any, *, shares_memory: bool) -> Any:
+        alive.append(sum(item() is not None for item in made))
+        running = make_ready(self, plan, shares_memory=shares_memory)
+        made.extend([weakref.ref(running), weakref.ref(running.weights)])
+        return running
+
+    with mock.patch.object(PlanSwitch, "_make_ready", make):
+        train(rank, case)
+    return alive
+
+
+def test_weights_of_two_plans_are_never_held_at_once(pool: ProcessPool) -> None:
+    plan = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
+    for alive in pool.run(alive_when_others_are_made, 3, Case(plan=plan, world_size=3)):
+        assert len(alive) > 1, "the first iteration shows where outer weights are used"
+        assert not any(alive)

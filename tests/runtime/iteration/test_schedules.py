@@ -128,7 +128,7 @@ def test_compiled_layers_hide_what_is_split() -> None:
 
 @settings(
     deadline=None,
-    max_examples=6,
+    max_examples=4,
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )

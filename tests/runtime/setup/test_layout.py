@@ -137,13 +137,6 @@ def test_parameters_shared_between_layers_are_refused() -> None:
         ModelLayout.of(layers)
 
 
-def test_parameters_without_a_shape_are_refused() -> None:
-    module = Wrapped(body=nn.ModuleList(linears(2)))
-    module.add_module("head", nn.LazyLinear(3))
-    with pytest.raises(ModelError, match=r"head\.weight has no shape yet"):
-        ModelLayout.of(module)
-
-
 def test_parameters_that_fp32_cannot_carry_are_refused() -> None:
     for dtype, remedy in ((torch.complex64, "view_as_complex"), (torch.float64, "module to fp32")):
         module = Wrapped(body=nn.ModuleList(linears(2)))

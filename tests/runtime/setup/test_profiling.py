@@ -5,18 +5,14 @@ import dataclasses
 import pytest
 import torch
 
-from lightning_hetero.core.cluster import Cluster, Node
-from lightning_hetero.core.devices import DeviceSpec
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
-from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.runtime.setup.profiling import (
     ProfileOptions,
     current_versions,
     measure_profile,
 )
-from lightning_hetero.simulator import ProfileCost, simulate, split_batch
 
 TINY = ModelSpec(
     name="tiny",
@@ -73,33 +69,6 @@ def test_memory_is_what_autograd_keeps_and_shrinks_with_the_tp_degree():
     # At least the logits and their softmax in fp32.
     assert memory[0].head_bytes_per_token > 96 * 4
     assert memory[1].head_bytes_per_token < memory[0].head_bytes_per_token
-
-
-def test_a_measured_profile_predicts_plans_of_any_layer_split():
-    profile = measure()
-    cluster = Cluster(
-        nodes=(Node(device="cpu-core", count=4),),
-        devices=(
-            DeviceSpec(
-                name="cpu-core",
-                peak_flops_per_s=1e10,
-                memory_bytes=2**30,
-                memory_bytes_per_s=1e10,
-                intra_node_bytes_per_s=1e9,
-            ),
-        ),
-    )
-    plan = ParallelPlan.even(world_size=4, num_layers=6, num_stages=2)
-    batches = split_batch(plan, global_batch_size=8, sequence_length=16)
-    simulation = simulate(plan, ProfileCost(cluster, TINY, profile), batches)
-    times = profile.devices[0].times[0]
-    blocks = times.blocks
-    three = sum(blocks[1]) + sum(blocks[2])
-    head, embedding = sum(times.head), sum(times.embedding)
-    slowest = max(three + head, three + embedding)
-    assert simulation.iteration_time_s >= 4 * slowest
-    with pytest.raises(ProfileError, match="other sizes"):
-        ProfileCost(cluster, dataclasses.replace(TINY, num_layers=7), profile)
 
 
 @pytest.mark.parametrize(
