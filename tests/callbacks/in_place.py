@@ -20,7 +20,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
 from lightning_utilities.core.rank_zero import rank_zero_only
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -135,6 +135,27 @@ def toy_of_a_command_line() -> ToyModule:
     made = module.configure_optimizers()
     module.configure_optimizers = lambda: made  # type: ignore[method-assign]
     return module
+
+
+class AveragedToy(ToyModule):
+    """A toy that takes over an average of its weights when training ends.
+
+    Each rank writes the norms of its rows of it.
+    """
+
+    def configure_callbacks(self) -> list[Callback]:
+        return [EMAWeightAveraging(decay=0.5)]
+
+    def on_train_end(self) -> None:
+        self.norms = [float(p.detach().norm()) for p in self.parameters()]
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, Record):
+                callback.write(norms=self.norms)
+
+
+def averaged_toy() -> AveragedToy:
+    """Return a toy whose weights are averaged."""
+    return AveragedToy(ToyOptions(num_layers=4))
 
 
 def train(

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from lightning_hetero.runtime.iteration import agreement
 from lightning_hetero.strategy import processes
-from tests.callbacks.in_place import BATCH, Node, playing, toy_of_a_command_line, undisturbed
+from tests.callbacks.in_place import (
+    BATCH,
+    AveragedToy,
+    Node,
+    averaged_toy,
+    playing,
+    toy_of_a_command_line,
+    undisturbed,
+)
 from tests.callbacks.several_nodes import NUM_RANKS as NUM_RANKS_OF_NODES
 from tests.callbacks.several_nodes import playing_nodes
 from tests.toy import ToyModule, ToyOptions
@@ -80,6 +88,24 @@ def test_lost_ranks_leave_the_losses_and_the_samples_as_they_were(tmp_path: Path
     assert (live["is_live"], live["lost_steps"], live["step"]) == (True, 0, 2)
     assert (saved["is_live"], saved["step"]) == (False, 8)
     assert "without ranks [0, 1] of the generation before: " in saved["why_not_live"]
+
+
+def test_averages_of_weights_go_on_after_a_loss(tmp_path: Path) -> None:
+    made: list[AveragedToy] = []
+
+    def make_module() -> AveragedToy:
+        made.append(averaged_toy())
+        return made[0]
+
+    undisturbed(3, 6, make_module=make_module)
+    options = {"num_steps": 6, "every": 3, "redundancy": 1, "make_module": averaged_toy}
+    with playing(tmp_path / "run", 3, **options) as node:
+        node.wait_for_all(range(3), 4)
+        node.strike(1)
+        node.let_go_on_to(6)
+        assert node.wait_for_end() == 0, node.log()
+        found = [item["norms"] for rank in (0, 2) for item in node.records(rank) if "norms" in item]
+    assert found == [pytest.approx(made[0].norms, rel=1e-5)] * 2
 
 
 def test_on_the_device_of_a_lost_process_another_one_starts_and_joins(tmp_path: Path) -> None:

@@ -56,6 +56,13 @@ _OWN: frozenset[Any] = frozenset(
     }
 )
 """Other functions that use no values: they run on the tensor that is stored here."""
+_MOVES: frozenset[Any] = frozenset(
+    {
+        *(Tensor.to, torch._has_compatible_shallow_copy_type),
+        vars(torch._C.TensorBase)["data"].__set__,
+    }
+)
+"""What `Module.to` calls."""
 ASKS_FOR_NO_VALUE = SIZES | _OWN
 """All functions that don't use a parameter's values."""
 
@@ -65,6 +72,8 @@ class KnownByShape(nn.Parameter):
 
     _whole: Tensor
     _refusal: str
+    _is_copy = False
+    """Whether it is in a copy of the module, whose slices will be where the module's are."""
 
     @classmethod
     def __torch_function__(
@@ -76,6 +85,8 @@ class KnownByShape(nn.Parameter):
         if func in _OWN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _MOVES and args[0]._is_copy:
+            return args[0] if func is Tensor.to else True
         for item in tree_leaves((args, kwargs)):
             if isinstance(item, KnownByShape):
                 item._refuse()
@@ -120,7 +131,7 @@ class StandIn(KnownByShape):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # Slices of a store after a run never change: the next run copies them.
         memo[id(self)] = copy = type(self).of(self.store, self.parameter)
-        copy.requires_grad = self.requires_grad
+        copy.requires_grad, copy._is_copy = self.requires_grad, True
         return copy
 
 
@@ -141,6 +152,13 @@ class Awaited(KnownByShape):
             "still to be recovered. Use it from on_train_start on."
         )
         return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # A callback that averages weights copies the module; the average is recovered, too.
+        memo[id(self)] = copy = torch.Tensor._make_subclass(type(self), self._whole)
+        vars(copy).update(vars(self))
+        copy.requires_grad, copy._is_copy = self.requires_grad, True
+        return copy
 
 
 def hide_values(parameter: Any, shape: tuple[int, ...], refusal: str) -> None:
