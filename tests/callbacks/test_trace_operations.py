@@ -40,7 +40,7 @@ def train(rank: int, folder: str) -> None:
             strategy=HeteroStrategy(plan, num_microbatches=NUM_MICROBATCHES),
             max_steps=NUM_STEPS,
             callbacks=[
-                EmulatedDevices((20.0, 20.0, 20.0, 60.0)),
+                EmulatedDevices((60.0, 60.0, 60.0, 180.0)),
                 CountedTrace(every_n_steps=2),
                 StragglerMonitor(admission=1.3),
             ],
