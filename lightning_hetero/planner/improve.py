@@ -37,6 +37,9 @@ _KINDS = 12
 """Most kinds of pipelines between which a micro-batch is moved."""
 _FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 12_000
 """Neighbours estimated for a plan, at least and at most, and their pipelines together."""
+_MOST_OVERRUN = 16
+"""A plan's neighbours may take so many times the work that a whole search should take; only those
+of plans of thousands of devices take more."""
 _CHEAP = 16
 """Estimating so many pipelines takes as long as simulating a stage."""
 
@@ -78,8 +81,8 @@ class Improver:
             if seconds > best_s * _FAR:
                 break
             for item in self._likeliest(plan, seen):
-                if self._work() - begun > 16 * self.most_work:
-                    break  # One plan of thousands of devices takes all the work there may be.
+                if self._work() - begun > _MOST_OVERRUN * self.most_work:
+                    break
                 seen.add(item)
                 found_s = self.judge.seconds(item)
                 if found_s < best_s * _FAR:

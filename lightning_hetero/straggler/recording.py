@@ -1,10 +1,12 @@
 """Record any job in the background: one line in its script, no Lightning, no plan."""
 
+import atexit
 import os
+import threading
 import time
-from contextlib import suppress
+from collections import deque
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -13,6 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = ["Recording", "record"]
+
+_EVERY_S = 1.0
+"""Seconds between two writes."""
+_LAST_S = 10.0
+"""Seconds for which the job waits at its end for the last write, on a disk that may hang."""
 
 
 class Recording:
@@ -26,28 +33,32 @@ class Recording:
             raise ConfigurationError(
                 f"Can't make the folder {folder} for recordings: {error.strerror}."
             ) from error
-        self._file: TextIO | None = None
-        self._is_full = False
-        """Whether the disk has no room for more."""
+        self._path: Path | None = None
+        self._rank = os.environ.get("RANK")
         self._num_bytes = 0
         self._last_s: float | None = None
+        self._times_s: deque[float] = deque()
+        self._stopped = threading.Event()
         self._hook = register_optimizer_step_post_hook(self._note_step)
+        self._thread = threading.Thread(target=self._write_on, name="recording", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
 
     @property
     def path(self) -> Path:
         """The file of this rank: `rank<global rank>.jsonl`, begun anew by each recording."""
-        if self._file is not None:
-            return Path(self._file.name)
-        grouped = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank() if grouped else os.environ.get("RANK", "0")
-        return self._folder / f"rank{rank}.jsonl"
+        if self._path is None:
+            self._path = self._folder / f"rank{self._rank or 0}.jsonl"
+            self._path.write_text("", encoding="utf-8")
+        return self._path
 
     def stop(self) -> None:
-        """Unhook from the job; later calls do nothing."""
-        self._hook.remove()
-        if self._file is not None:
-            with suppress(OSError):
-                self._file.close()
+        """Write the iterations that are left and unhook from the job; later calls do nothing."""
+        if not self._stopped.is_set():
+            self._hook.remove()
+            self._stopped.set()
+            self._thread.join(_LAST_S)
+            atexit.unregister(self.stop)
 
     def __enter__(self) -> Self:
         return self
@@ -56,18 +67,30 @@ class Recording:
         self.stop()
 
     def _note_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._rank is None and dist.is_available() and dist.is_initialized():
+            self._rank = str(dist.get_rank())
         size = sum(p.nbytes for group in optimizer.param_groups for p in group["params"])
-        if size < self._num_bytes or self._is_full:
+        if size < self._num_bytes:
             return
         now_s = time.perf_counter()
-        try:
-            if self._file is None:
-                self._file = self.path.open("w", buffering=1, encoding="utf-8")
-            if size == self._num_bytes and self._last_s is not None:
-                self._file.write(f"{now_s - self._last_s:.6f}\n")
-        except OSError:
-            self._is_full = True  # That ends the recording, not the job.
+        if size == self._num_bytes and self._last_s is not None:
+            self._times_s.append(now_s - self._last_s)
         self._num_bytes, self._last_s = size, now_s
+
+    def _write_on(self) -> None:
+        while not self._stopped.wait(_EVERY_S):
+            self._write()
+        self._write()
+
+    def _write(self) -> None:
+        taken = [self._times_s.popleft() for _ in range(len(self._times_s))]
+        if not taken:
+            return
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.writelines(f"{time_s:.6f}\n" for time_s in taken)
+        except OSError:
+            self._hook.remove()  # A full disk ends the recording, not the job.
 
 
 def record(folder: str | Path = "stragglers") -> Recording:
@@ -80,9 +103,10 @@ def record(folder: str | Path = "stragglers") -> Recording:
     $ lightning-hetero stragglers stragglers/rank*.jsonl
     ```
 
-    It communicates with nobody and waits for no device: each step of a torch optimizer (of several,
-    the one with the most bytes of parameters) writes one line. If kernels run asynchronously, times
-    are those of the host, whose differences are still the times of iterations.
+    It communicates with nobody and waits for no device: a clock for each step of a torch optimizer
+    (of several, the one with the most bytes of parameters), and a thread that writes once a second.
+    If kernels run asynchronously, times are those of the host, whose differences are still the
+    times of iterations.
 
     Args:
         folder: Where each rank writes `rank<global rank>.jsonl`, a line of seconds an iteration.

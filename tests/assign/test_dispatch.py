@@ -45,7 +45,7 @@ def test_every_sequence_goes_to_one_pipeline_that_holds_it_in_the_time_reported(
     assert result.latency_s == pytest.approx(again_s)
 
 
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(dispatch_cases(max_sequences=6, max_pipelines=4))
 def test_dispatch_is_within_2_per_cent_of_the_optimum_and_the_bound_never_above_it(case) -> None:
     lengths, pipelines = case

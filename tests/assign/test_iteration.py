@@ -11,7 +11,7 @@ from lightning_hetero.core.errors import AssignmentError
 from tests.assign.cases import cost, dispatch_cases
 
 
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(dispatch_cases())
 def test_every_sample_stands_in_one_microbatch_within_the_limit(case) -> None:
     lengths, pipelines = case
@@ -26,7 +26,7 @@ def test_every_sample_stands_in_one_microbatch_within_the_limit(case) -> None:
     assert assign_iteration(lengths, candidates) == found
 
 
-@settings(max_examples=50)
+@settings(max_examples=150)
 @given(dispatch_cases(max_sequences=12), st.lists(dispatch_cases(max_sequences=1), max_size=5))
 def test_the_best_candidate_is_at_least_as_good_as_each_alone(case, others) -> None:
     lengths, pipelines = case

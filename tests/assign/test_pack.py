@@ -56,7 +56,7 @@ def test_no_sample_is_lost_or_doubled_and_no_microbatch_above_its_limit(case) ->
     assert packing.latency_s == pytest.approx(pipeline.latency_s(longest_s, len(sums)))
 
 
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(pack_cases(max_sequences=7))
 def test_packings_of_few_sequences_are_the_best(case) -> None:
     lengths, pipeline = case

@@ -152,7 +152,7 @@ def changed(data, path, value):
 
 @pytest.mark.filterwarnings("ignore:.*GB/s:UserWarning")
 @pytest.mark.parametrize("kind", VALID)
-@settings(max_examples=80)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_a_file_with_anything_anywhere_is_read_or_refused_in_our_words(kind, data):
     path = data.draw(st.sampled_from(sorted(places(VALID[kind]), key=repr)))
@@ -169,7 +169,7 @@ def test_a_file_with_anything_anywhere_is_read_or_refused_in_our_words(kind, dat
 
 
 @pytest.mark.parametrize("kind", VALID)
-@settings(max_examples=50)
+@settings(max_examples=100)
 @given(
     text=st.text(st.sampled_from("{}[]:,-&*!?|>'\"% \n\t0123456789.eE_xnaftimsp<=~@#"), max_size=40)
 )

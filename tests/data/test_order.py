@@ -27,7 +27,7 @@ def orders(draw: st.DrawFn) -> EpochOrder:
     )
 
 
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(orders(), st.integers(0, 3), st.data())
 def test_an_epoch_takes_every_sample_once_and_goes_on_from_any_cut(order, epoch, data) -> None:
     drawn = list(islice(order.draw(Cursor(epoch=epoch)), len(order)))
@@ -43,7 +43,7 @@ def test_an_epoch_takes_every_sample_once_and_goes_on_from_any_cut(order, epoch,
     assert [item.samples for item in again] == [item.samples for item in drawn[index:]]
 
 
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 5), st.integers(0, 9))
 def test_iterations_take_the_budget_on_average_and_differ_by_the_longest_sample(
     lengths, factor, seed
@@ -56,7 +56,7 @@ def test_iterations_take_the_budget_on_average_and_differ_by_the_longest_sample(
         assert abs(int(item.lengths.sum()) - even) <= max(lengths)
 
 
-@settings(max_examples=80)
+@settings(max_examples=200)
 @given(orders(), st.data())
 def test_from_any_cursor_what_remains_is_what_was_not_consumed(order, data) -> None:
     cursor = Cursor(
@@ -76,7 +76,7 @@ def stream_of(lengths: list[int], **options: Any) -> StreamOrder:
     return StreamOrder(RowStream(lengths), tokens_per_step=60, context_length=20, **options)
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(st.lists(st.integers(1, 30), max_size=60), st.integers(1, 4), st.data())
 def test_a_stream_gives_every_sample_once_from_any_cursor(lengths, least, data) -> None:
     stream = stream_of(lengths, min_samples=least)
@@ -107,7 +107,7 @@ def test_a_streams_dataset_is_told_the_epoch() -> None:
     assert Told.epochs == [0, 1]
 
 
-@settings(max_examples=60)
+@settings(max_examples=100)
 @given(
     st.lists(st.integers(1, 30), min_size=1, max_size=20),
     st.integers(1, 12),

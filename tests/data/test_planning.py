@@ -66,7 +66,7 @@ def by_pipeline(candidates: Candidates, tickets: list[Ticket]) -> list[int]:
     return samples
 
 
-@settings(max_examples=30)
+@settings(max_examples=60)
 @given(runs(), runs(), st.integers(0, 3), st.data())
 def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
     first, second, seed, data
@@ -92,7 +92,7 @@ def test_every_sample_once_an_epoch_also_if_plans_and_ranks_change_in_it(
     assert sorted(seen) == list(range(len(lengths)))
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(runs(), st.data())
 def test_other_plans_hold_for_all_ranks_from_the_first_iteration_that_was_not_drawn(
     run, data
@@ -119,7 +119,7 @@ def test_other_plans_hold_for_all_ranks_from_the_first_iteration_that_was_not_dr
     assert all(rank.num_dealt == ran for rank in ranks)
 
 
-@settings(max_examples=20)
+@settings(max_examples=40)
 @given(runs(), st.integers(0, 4), st.data())
 def test_an_iteration_is_assigned_alike_wherever_a_run_began_and_however_far_it_looks_ahead(
     run, num_ahead, data

@@ -90,7 +90,7 @@ STRANGE = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     st.sampled_from([*map(to_entry, EVENTS[-4:]), {"event": "other"}, {}]),
     st.dictionaries(KEYS, STRANGE),
