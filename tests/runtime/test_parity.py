@@ -147,6 +147,14 @@ def keeping_all(case: Case) -> Case:
     return replace(case, plan=plan)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@given(case=st.sampled_from(["gpt", "packed"]).flatmap(lambda model: cases(model=model)))
+@settings(max_examples=8, derandomize=True, **_options)
+def test_many_plans_train_as_a_single_device_does(pool: ProcessPool, case: Case) -> None:
+    check(pool, case)
+
+
 def test_muon_trains_whole_matrices_or_is_refused(pool: ProcessPool) -> None:
     plan = plan_of(pipeline(stage(2, 0, 2), stage(0, 2, 3)), pipeline(stage(1, 0, 3)))
     case = Case(plan=plan, world_size=3, optimizer="muon", batch_size=3, num_rows=24)
