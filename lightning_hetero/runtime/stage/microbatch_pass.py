@@ -109,7 +109,7 @@ class MicrobatchPass:
         if not received.requires_grad:
             return received
         # Not a view to autograd, which forbids in-place operations on a view of a leaf.
-        given: Tensor = torch.ops.aten._unsafe_view(received, received.shape)
+        given: Tensor = torch.ops.aten._unsafe_view.default(received, received.shape)
         return given
 
     def begin_layer(self, index: int, *, again: bool = False) -> None:
