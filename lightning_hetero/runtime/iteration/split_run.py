@@ -133,11 +133,13 @@ class SplitRun:
         self._evaluates = False
         """Whether the step draws random numbers in train mode, so that parts run in eval mode."""
         self._num_iterations = 0
+        self._is_open = False
+        """Whether the last check has seen only NaN, as losses are that have no targets."""
 
     def is_due(self) -> bool:
         """Whether to check in the iteration that begins; called once for each with a cut batch."""
         self._num_iterations += 1
-        return is_due(self._num_iterations - 1)
+        return is_due(self._num_iterations - 1) or self._is_open
 
     def run(
         self,
@@ -185,6 +187,7 @@ class SplitRun:
         counting = next((first for item in seen for first in item.counts), Counting("samples"))
         before = self.scale.rule or LossRule(declared or LossReduction.MEAN, counting)
         verdict = judge(seen, before, declared, allow_mixing=self._config.allow_mixing)
+        self._is_open = not verdict.is_verified and any(any(item.empty) for item in seen)
         if verdict.warning:
             rank_zero_warn(verdict.warning)
         if verdict.rule != self.scale.rule and self.scale.rule is not None:

@@ -20,6 +20,10 @@ __all__ = ["ParameterRows", "Part", "Ranks", "Rows", "mark"]
 
 _TELLING = {"numpy", "tolist", "array", "allclose", "is_nonzero", "bool", "iter"}
 """Names of functions that return values to Python."""
+_DRAWING = {"uniform", "normal", "bernoulli", "random", "exponential", "kaiming_uniform"}
+_DRAWING |= {"kaiming_normal", "trunc_normal", "log_normal", "cauchy", "geometric"}
+"""Names of functions that draw numbers in place. Ranks would draw the same ones for different rows,
+and initialisers would scale them by the number of rows."""
 _OF_ONE = {"item", "float", "int"}
 """Names of functions that return the value of a single element, which one of the ranks has."""
 _MOVING = {"view", "reshape", "flatten", "ravel", "getitem", "unsqueeze", "squeeze", "cat"}
@@ -173,6 +177,8 @@ def _special(
     """Return the result of a function that can't simply run on this rank's rows."""
     if name in _TELLING or name in _OF_ONE:
         return _tell(name, func, rows[0])
+    if name in _DRAWING and _writes(func) and not rows[0]._part.is_uncut:
+        _refuse(name, rows[0]._part)
     if name == "equal":
         return _are_equal(*args)
     if func.__name__ == "_foreach_norm":
