@@ -37,7 +37,8 @@ _REMEDY = (
     "`lightning_hetero.own_rows(parameter)` tells which, as in "
     "`grad[own_rows(parameter) < n] = 0`. Reductions over a whole tensor, such as grad.norm(), "
     "are those of all ranks' rows. Whole weights come from `trainer.strategy.whole_state_dict()`, "
-    "called by all ranks."
+    "called by all ranks. Call the model in steps, such as validation_step, or after a run with "
+    "HeteroStrategy(whole_after_run=True)."
 )
 
 

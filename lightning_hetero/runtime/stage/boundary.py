@@ -12,21 +12,17 @@ and the micro-batch, so that they don't depend on which stage draws them.
 
 Stages need a *chain*: each layer is called once, in order. If one stage runs all layers, the model
 may call them *freely*: several times, in any order, or not at all.
-
-Between steps the module's parameters are only this rank's slices, so `ModuleCalls` refuses to call
-it there, as a hook does that generates a few words. Without this the call would fail somewhere
-inside the model, because of shapes that tell the user nothing.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from lightning_hetero.core.errors import ModelError, StepError
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_everything
 from lightning_hetero.runtime.setup.products import KeptProducts
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
@@ -36,45 +32,7 @@ from lightning_hetero.runtime.stage.side_tensors import SideTensors, num_recorde
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["ModuleCalls", "StageBoundary"]
-
-
-class ModuleCalls:
-    """Context in which a module and its children may be called; elsewhere calls are refused.
-
-    Args:
-        module: The LightningModule.
-        has_slices: Whether its parameters are whole only inside this context; if False, it may be
-            called anywhere.
-    """
-
-    def __init__(self, module: nn.Module, *, has_slices: bool) -> None:
-        self._are_allowed = False
-        children = (item for item in module.children() if any(True for _ in item.parameters()))
-        watched = (module, *children) if has_slices else ()
-        self._handles = [item.register_forward_pre_hook(self._check) for item in watched]
-
-    def __enter__(self) -> Self:
-        """Let the module be called inside this context."""
-        self._are_allowed = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._are_allowed = False
-
-    def remove(self) -> None:
-        """Stop watching: the module may be called anywhere."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _check(self, module: nn.Module, _: Any) -> None:
-        if not self._are_allowed:
-            raise StepError(
-                f"{type(module).__name__} is called outside of a step, for instance in a hook, "
-                "where every rank has only its slices of the parameters. Call it in "
-                "validation_step, test_step or predict_step, or after a run with "
-                "HeteroStrategy(whole_after_run=True)."
-            )
+__all__ = ["StageBoundary"]
 
 
 class StageBoundary:
