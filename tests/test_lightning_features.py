@@ -62,4 +62,6 @@ def test_a_hook_that_calls_the_model_is_told_where_to_call_it(
     planned: list[dict[str, Any]],
 ) -> None:
     for result in planned:
-        assert re.search("is called on parameter .* Call the model in steps", result["hook"][1])
+        assert re.search(
+            "embedding is called on parameter .* Call the model in steps", result["hook"][1]
+        )

@@ -329,8 +329,7 @@ class SplitRun:
             torch.zeros_like(parameter) if item is None else item
             for parameter, item in zip(chosen, gradients, strict=True)
         ]
-        real = [torch.view_as_real(i) if i.is_complex() else i for i in vectors]
-        found = [item.detach().reshape(-1).float() for item in real]
+        found = [item.detach().reshape(-1).float() for item in vectors]
         return torch.cat(found).cpu() if found else torch.zeros(1)
 
     def _chosen(self, running: RunningPlan) -> list[nn.Parameter]:

@@ -21,7 +21,7 @@ __all__ = ["ParameterRows", "Part", "Ranks", "Rows", "mark"]
 _TELLING = {"numpy", "tolist", "array", "allclose", "is_nonzero", "bool", "iter"}
 """Names of functions that return values to Python."""
 _DRAWING = {"uniform", "normal", "bernoulli", "random", "exponential", "kaiming_uniform"}
-_DRAWING |= {"kaiming_normal", "trunc_normal", "log_normal", "cauchy", "geometric"}
+_DRAWING |= {"log_normal", "cauchy", "geometric"}
 """Names of functions that draw numbers in place. Ranks would draw the same ones for different rows,
 and initialisers would scale them by the number of rows."""
 _OF_ONE = {"item", "float", "int"}
@@ -164,8 +164,8 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             result = func(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
-            error.add_note(f"This is called on parameter {rows[0]._part.name}'s rows. {_REMEDY}")
-            raise
+            where = f"{name} is called on parameter {rows[0]._part.name}'s rows in a hook"
+            raise StepError(f"{where}: {error}. {_REMEDY}") from error
         if _writes(func):
             for item in rows:
                 item._part.ranks.forget(item._part.name)

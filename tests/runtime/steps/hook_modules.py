@@ -305,7 +305,7 @@ DOES: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
         f"initialises by {told}": (hook, told, partial(_initialise, draw))
         for hook, told, draw in (
             ("on_fit_start", "uniform", nn.init.xavier_uniform_),
-            ("on_fit_start", "kaiming_normal", nn.init.kaiming_normal_),
+            ("on_fit_start", "kaiming_uniform", nn.init.kaiming_uniform_),
             ("on_train_start", "normal", nn.init.orthogonal_),
         )
     },
