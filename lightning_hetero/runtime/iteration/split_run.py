@@ -69,9 +69,14 @@ class _WatchedPass(MicrobatchPass):
         super().begin_layer(index, again=again)
         self._states = GeneratorStates()
 
-    def begin_step(self) -> None:
-        """Note the generators' states as the step begins."""
-        self._states = GeneratorStates()
+    def watching(self, step: Step) -> Step:
+        """Return a step that notes the generators' states as it begins."""
+
+        def run(microbatch: Any) -> Any:
+            self._states = GeneratorStates()
+            return step(microbatch)
+
+        return run
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """See `MicrobatchPass`."""
@@ -244,10 +249,9 @@ class SplitRun:
         """Run one part; return its result if this is a last stage."""
         hiding = running.weights.in_step() or nullcontext()
         try:
-            with hiding, self._boundary.forward_of(forward):
-                forward.begin_step()
-                output = step(part)
-                check_known(output, "What the step returns needs")
+            with hiding:
+                output = self._boundary.run_step(forward, forward.watching(step), part)
+            check_known(output, "What the step returns needs")
             forward.look()
             loss = loss_of(output)
             forward.limits = _looser(forward.limits, Limits.of_graph(loss))

@@ -14,8 +14,8 @@ Stages need a *chain*: each layer is called once, in order. If one stage runs al
 may call them *freely*: several times, in any order, or not at all.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["StageBoundary"]
+
+_UNWATCHED = nullcontext()
 
 
 class StageBoundary:
@@ -86,12 +88,11 @@ class StageBoundary:
             else:
                 del layer.forward
 
-    @contextmanager
-    def forward_of(self, current: MicrobatchPass) -> Iterator[None]:
-        """Context in which the user's step runs for a micro-batch.
+    def run_step(self, current: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any) -> Any:
+        """Run the user's step on a micro-batch, and return what it returns.
 
         Raises:
-            StageEnd: Inside the context, at the end of a stage that isn't the last.
+            StageEnd: At the end of a stage that isn't the last.
             StepError, ModelError: The step does something that a stage can't do, or ends before all
                 layers of the stage were called.
         """
@@ -102,12 +103,13 @@ class StageBoundary:
         if not self._layers and current.wait_unit is not None:
             current.wait_unit(0)
         try:
-            with current.reads or nullcontext():
-                yield
+            with current.reads or _UNWATCHED:
+                output = step(microbatch)
         finally:
             self._current = None
         if not current.is_free:
             current.check_finished()
+        return output
 
     def run_backward(
         self,
@@ -122,14 +124,9 @@ class StageBoundary:
             outputs: The tensors where the backward begins.
             gradients: The gradient of each of them.
         """
-        with self._in_backward_of(current):
-            torch.autograd.backward(outputs, gradients)
-
-    @contextmanager
-    def _in_backward_of(self, current: MicrobatchPass) -> Iterator[None]:
         self._backward = current
         try:
-            yield
+            torch.autograd.backward(outputs, gradients)
         finally:
             self._backward = None
 
@@ -138,8 +135,11 @@ class StageBoundary:
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a forward pass's loss, without adding them to `grad`."""
         if not current.is_reentrant:
-            with self._in_backward_of(current):
+            self._backward = current
+            try:
                 return torch.autograd.grad(loss, parameters, allow_unused=True)
+            finally:
+                self._backward = None
         # Reentrant checkpoints don't support `autograd.grad`.
         self.run_backward(current, [loss], [torch.ones_like(loss)])
         found = [item.grad for item in parameters]
