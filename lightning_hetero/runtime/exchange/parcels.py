@@ -8,6 +8,7 @@ nothing); messages tell which peer was late, and on gloo they are quicker among 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -277,6 +278,22 @@ class PulledParcels(_ParcelUnit):
             torch._foreach_copy_(targets, self._take(parcel, targets))
 
 
+_Places = list[tuple[nn.Parameter, int, int, int]]
+"""Weights that are held here, and which part of its gradient goes: dim, first row, rows."""
+
+
+class _Summand(NamedTuple):
+    """A parcel that arrives or is kept."""
+
+    parcel: Parcel
+    names: list[str]
+    """The parameter of each part."""
+    like: list[Tensor]
+    """Tensors on the meta device, shaped like the parts."""
+    places: _Places | None
+    """None if it arrives."""
+
+
 class PushedParcels(_ParcelUnit):
     """A unit whose gradients go to their owners as parcels."""
 
@@ -287,17 +304,31 @@ class PushedParcels(_ParcelUnit):
 
     def post(self) -> None:
         """Post the gradients that leave this rank, which must be final; others needn't be."""
-        leaving = self.parcels.leaving
-        self._exchange([_Sent([item.destination], self._rows(item)) for item in leaving])
+        self._exchange([_Sent([peer], _gradients(places)) for peer, places in self._leaving])
 
-    def _rows(self, parcel: Parcel) -> list[Tensor]:
-        """Return a parcel's rows of this rank's gradients."""
-        rows = []
-        for part in parcel.parts:
-            # Detached: a view would keep the gradient alive after its plan is gone.
-            gradient = self.weights.gradient(self._spec(part).name).detach()
-            rows.append(narrow_rows(gradient, self._spec(part), *part.held))
-        return rows
+    @cached_property
+    def _leaving(self) -> list[tuple[int, _Places]]:
+        """The destination of each parcel that leaves, and what it has."""
+        return [(item.destination, self._places_of(item)) for item in self.parcels.leaving]
+
+    def _places_of(self, parcel: Parcel) -> _Places:
+        specs = ((self._spec(part), *part.held) for part in parcel.parts)
+        shards = self.weights.shards
+        return [(shards[spec.name], spec.cut_dim, a, b - a) for spec, a, b in specs]
+
+    @cached_property
+    def _summands(self) -> list[_Summand]:
+        """All parcels that arrive or are kept, in order of pipeline, then rank."""
+        found = []
+        for parcel in self.parcels.summed:
+            names = [self._spec(part).name for part in parcel.parts]
+            like = [self._kept_rows(self.store.masters, part) for part in parcel.parts]
+            shapes = [torch.empty(rows.shape, device="meta") for rows in like]
+            is_own = parcel.source == self.store.global_rank
+            found.append(
+                _Summand(parcel, names, shapes, self._places_of(parcel) if is_own else None)
+            )
+        return found
 
     def wait(self) -> None:
         """Wait for the other holders' gradients."""
@@ -311,36 +342,46 @@ class PushedParcels(_ParcelUnit):
         """
         is_kept_twice = self.unit.kind.has_standbys
         totals: dict[str, Tensor] = {}
-        for parcel in self.parcels.summed:
-            like = [self._kept_rows(self.store.masters, part) for part in parcel.parts]
-            is_own = parcel.source == self.store.global_rank
-            pieces = self._own(parcel, like) if is_own else self._take(parcel, like)
+        for parcel, names, like, places in self._summands:
+            if places is None:
+                pieces = self._take(parcel, like)
+            else:
+                own = zip(_gradients(places), like, strict=True)
+                pieces = [i if i.ndim == rows.ndim else i.reshape(rows.shape) for i, rows in own]
+                if is_kept_twice:
+                    pieces = [piece.to(self.options.dtype) for piece in pieces]
             into, added = [], []
-            for part, piece in zip(parcel.parts, pieces, strict=True):
-                name = self._spec(part).name
+            for part, name, piece in zip(parcel.parts, names, pieces, strict=True):
                 if name not in totals:
-                    master = self.store.masters[name]
-                    dtype = sum_dtype([master])
+                    dtype = self._sum_dtypes[name]
                     if part.is_whole_slice and not is_kept_twice:
                         # Not used otherwise in this iteration, so it can become the sum itself.
                         totals[name] = piece.to(dtype)
                         continue
-                    totals[name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)
+                    shape = self.store.masters[name].shape
+                    totals[name] = torch.zeros(shape, dtype=dtype, device=piece.device)
                 into.append(self._kept_rows(totals, part))
                 added.append(piece)
             if into:
                 torch._foreach_add_(into, added)
         return totals
 
-    def _own(self, parcel: Parcel, like: Sequence[Tensor]) -> list[Tensor]:
-        pieces = zip(self._rows(parcel), like, strict=True)
-        found = [piece.reshape(rows.shape) for piece, rows in pieces]
-        if self.unit.kind.has_standbys:
-            found = [piece.to(self.options.dtype) for piece in found]
-        return found
+    @cached_property
+    def _sum_dtypes(self) -> dict[str, torch.dtype]:
+        masters = {spec.name: self.store.masters[spec.name] for spec in self.unit.specs}
+        return {name: sum_dtype([master]) for name, master in masters.items()}
 
     def _kept_rows(self, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
         """Return a part's rows of tensors that are shaped like this rank's slices."""
         spec = self._spec(part)
         own = tensors[spec.name]
         return own if part.is_whole_slice else narrow_rows(own, spec, *part.owned)
+
+
+def _gradients(places: _Places) -> list[Tensor]:
+    """Return rows of gradients; zeros where there is none."""
+    rows = []
+    for shard, dim, first, count in places:
+        gradient = torch.zeros_like(shard) if shard.grad is None else shard.grad
+        rows.append((gradient if gradient.ndim else gradient.view(1)).narrow(dim, first, count))
+    return rows
