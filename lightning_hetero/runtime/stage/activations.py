@@ -154,7 +154,7 @@ class ActivationLink:
             held_before: The same number for the stage before.
         """
         # Even a stage without micro-batches sends those of the next check of the loss.
-        self._sent_forward.most = self._outbox.num_ahead = max(1, held)
+        self._sent_forward.most = max(1, held)
         self._sent_backward.most = self._most_expected = max(1, held_before)
 
     def expect_activations(self, num_left: int) -> None:
@@ -252,6 +252,7 @@ class ActivationLink:
         """Wait until everything sent has arrived."""
         self._sent_forward.clear()
         self._sent_backward.clear()
+        self._inbox.finish()
         self._outbox.finish()
         self._most_expected = 1
 

@@ -2,9 +2,9 @@
 
 A message begins with a `Header`, from which the receiver learns what the message holds. A receive
 must be posted before its message's length is known, so its buffer is as long as the longest message
-so far. The sender knows how many receives are posted ahead, hence how long each buffer is; what
-doesn't fit follows in a message of its own. Example: after messages of 8 KB, one of 10 KB goes as
-8 KB and 2 KB, and buffers that are posted from then on have 10 KB.
+of the iterations before, as both ends know; what doesn't fit follows in a message of its own.
+Example: after messages of 8 KB, one of 10 KB goes as 8 KB and 2 KB, and buffers of the next
+iteration have 10 KB.
 """
 
 import pickle
@@ -117,7 +117,7 @@ class Inbox:
     """The receiving end of messages that begin with a header."""
 
     def __init__(self) -> None:
-        self._longest = LENGTHS_BYTES
+        self._capacity = self._longest = LENGTHS_BYTES
         self.header_bytes = 0
         """Bytes of the last message before its tensors."""
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
@@ -130,7 +130,7 @@ class Inbox:
 
     def post(self, peer: int, group: dist.ProcessGroup | None, tag: int = 0) -> None:
         """Post the receive of a message."""
-        buffer = torch.empty(self._longest, dtype=torch.uint8)
+        buffer = torch.empty(self._capacity, dtype=torch.uint8)
         work = dist.irecv(buffer, peer, group=group, tag=tag)
         assert work is not None
         self._posted.append((work, buffer))
@@ -172,16 +172,16 @@ class Inbox:
             self.header_bytes = _header_bytes(content)
         return self._last[1], message
 
+    def finish(self) -> None:
+        """Note that an iteration's messages have been received."""
+        self._capacity = self._longest
+
 
 class Outbox:
     """The sending end of messages that begin with a header."""
 
     def __init__(self) -> None:
-        self.num_ahead = 1
-        """Buffers that the receiver posts ahead."""
-        self._capacity = LENGTHS_BYTES
-        self._recent: deque[int] = deque()
-        """The lengths of the last messages, before which the next one's buffer was posted."""
+        self._capacity = self._longest = LENGTHS_BYTES
         self._last: tuple[Header, Tensor] | None = None
 
     def messages(self, header: Header, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -189,19 +189,14 @@ class Outbox:
         if self._last is None or self._last[0] != header:
             self._last = header, _first_bytes(header, has_tensors=bool(tensors))
         message = packed(tensors, self._last[1])
-        length = message.numel()
-        if len(self._recent) == self.num_ahead:
-            self._capacity = max(self._capacity, self._recent.popleft())
-        self._recent.append(length)
-        if length <= self._capacity:
+        self._longest = max(self._longest, message.numel())
+        if message.numel() <= self._capacity:
             return [message]
         return [message[: self._capacity], message[self._capacity :]]
 
     def finish(self) -> None:
-        """Note that all messages have been received, and none is expected ahead."""
-        self._capacity = max(self._capacity, *self._recent, 0)
-        self._recent.clear()
-        self.num_ahead = 1
+        """Note that an iteration's messages have been received."""
+        self._capacity = self._longest
 
 
 def _first_bytes(header: Header, *, has_tensors: bool) -> Tensor:
