@@ -9,7 +9,8 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import HeteroError
-from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.split_parts import copy_of, parts_of
@@ -180,18 +180,18 @@ class SplitRun:
         self._decide(everyone, sum(running.num_microbatches))
 
     def _decide(self, everyone: Sequence[_Found], num_microbatches: int) -> None:
-        limits, is_random = everyone[0].limits, any(item.is_random for item in everyone)
-        for item in everyone:
-            limits = _looser(limits, item.limits)
-        seen = [
-            replace(evidence, limits=limits, is_random=is_random)
-            for item in everyone
-            for evidence in item.evidence
-        ]
+        seen = [evidence for item in everyone for evidence in item.evidence]
         declared = self._config.loss_reduction
         counting = next((first for item in seen for first in item.counts), Counting("samples"))
         before = self.scale.rule or LossRule(declared or LossReduction.MEAN, counting)
-        verdict = judge(seen, before, declared, allow_mixing=self._config.allow_mixing)
+        verdict = judge(
+            seen,
+            before,
+            declared,
+            limits=reduce(_looser, (item.limits for item in everyone)),
+            is_random=any(item.is_random for item in everyone),
+            allow_mixing=self._config.allow_mixing,
+        )
         self._is_open = not verdict.is_verified and any(any(item.empty) for item in seen)
         if verdict.warning:
             rank_zero_warn(verdict.warning)
@@ -236,7 +236,8 @@ class SplitRun:
                 limits = forward.limits
                 if found is not None:
                     seen.append(found)
-        return self._report(parts, seen, running, _Found((), limits, has_drawn))
+        speaks = running.place is not None and running.place.tp_rank == 0
+        return _Found(_evidence_of(seen) if seen and speaks else (), limits, has_drawn)
 
     def _run_part(
         self,
@@ -273,41 +274,6 @@ class SplitRun:
         forward.look()
         link.send_activation(handed_on)
         return None
-
-    def _report(
-        self, parts: Sequence[Any], seen: Sequence[_Seen], running: RunningPlan, found: _Found
-    ) -> _Found:
-        speaks = running.place is not None and running.place.tp_rank == 0
-        if not seen or not speaks:
-            return found
-        num_samples, is_doubled = sizes_of(parts[0])[0], len(parts) == 2
-        failed = next((item for item in seen if item.failure), None)
-        if failed is not None:
-            whole = seen[1] if is_doubled else seen[0]
-            if whole.error is not None:
-                raise whole.error  # The iteration itself would raise it.
-            failure = "" if is_doubled else failed.failure
-            nothing = (0.0, 0.0, 0.0)
-            evidence = Evidence(
-                (nothing, nothing, nothing), {}, num_samples, found.limits, failure=failure
-            )
-            return replace(found, evidence=(evidence,))
-        whole, first, *others = seen
-        second, *twice = others or [first]
-        triples = [(whole, first, second), *[(item, first, first) for item in twice]]
-        return replace(
-            found,
-            evidence=tuple(
-                Evidence.of(
-                    [item.gradient for item in triple],
-                    _counts_of(triple),
-                    num_samples=num_samples,
-                    limits=found.limits,
-                    is_random=found.is_random,
-                )
-                for triple in triples
-            ),
-        )
 
     def _limits(self) -> Limits:
         limits = Limits.of(self._config.compute_dtype)
@@ -356,6 +322,23 @@ class SplitRun:
             if not found or total <= _MOST_NUMEL:
                 found.append(shards[spec.name])
         return found
+
+
+def _evidence_of(seen: Sequence[_Seen]) -> tuple[Evidence, ...]:
+    """Return what a last stage's parts tell."""
+    is_doubled = len(seen) == 2
+    failed = next((item for item in seen if item.failure), None)
+    if failed is not None:
+        whole = seen[1] if is_doubled else seen[0]
+        if whole.error is not None:
+            raise whole.error  # The iteration itself would raise it.
+        nothing = (0.0, 0.0, 0.0)
+        failure = "" if is_doubled else failed.failure
+        return (Evidence((nothing, nothing, nothing), {}, failure),)
+    whole, first, *others = seen
+    second, *twice = others or [first]
+    triples = [(whole, first, second), *[(item, first, first) for item in twice]]
+    return tuple(Evidence.of([i.gradient for i in found], _counts_of(found)) for found in triples)
 
 
 def _counts_of(seen: Sequence[_Seen]) -> dict[Counting, Triple]:
