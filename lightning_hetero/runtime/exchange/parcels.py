@@ -356,7 +356,7 @@ class PushedParcels(_ParcelUnit):
                     dtype = self._sum_dtypes[name]
                     if part.is_whole_slice and not is_kept_twice:
                         # Not used otherwise in this iteration, so it can become the sum itself.
-                        totals[name] = piece.to(dtype)
+                        totals[name] = piece.detach().to(dtype)  # No view of what it's part of.
                         continue
                     shape = self.store.masters[name].shape
                     totals[name] = torch.zeros(shape, dtype=dtype, device=piece.device)
