@@ -44,7 +44,7 @@ class Steps:
     Args:
         module: The user's LightningModule.
         engine: Runs the iterations.
-            dealer: Says under which plan a batch is run.
+        dealer: Says under which plan a batch is run.
         context: Returns the context for each call of a step.
     """
 

@@ -72,7 +72,7 @@ class Parcels:
     Args:
         unit: A unit of the kind.
         store: The rank's slices.
-            push: Whether the parcels carry gradients to owners; else they carry weights to holders.
+        push: Whether the parcels carry gradients to owners; else they carry weights to holders.
     """
 
     def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:

@@ -217,9 +217,9 @@ class ComputeWeights:
         store: The rank's slices.
         table: The plan's transfer table.
         dtype: Compute dtype of floating-point parameters.
-            share_memory: Whether slices are views of the compute weights where their dtypes are
-                equal. Then rows that are both owned and held take memory once and needn't be
-                copied. Only for a plan that stays.
+        share_memory: Whether slices are views of the compute weights where their dtypes are
+            equal. Then rows that are both owned and held take memory once and needn't be
+            copied. Only for a plan that stays.
     """
 
     def __init__(
