@@ -2,7 +2,8 @@
 
 Each pair of ranks that exchange activations has one communicator for each direction, which carries
 micro-batches in the order of the schedule. Under NCCL's rules the operations of a communicator run
-in order, and a send ends only with its receive; so messages to two stages have two.
+in order, and a send ends only with its receive: if two stages shared one, each would wait for the
+other's messages.
 
 Only the sender knows what its layers returned for a micro-batch, so a header goes with each
 activation: shapes, dtypes, and a description of the side tensors (see `side_tensors`).
