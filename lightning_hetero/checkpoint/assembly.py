@@ -1,13 +1,13 @@
 """Find the bytes of a checkpoint that make up the slices a rank needs, and assemble them.
 
-A rank needs rows [start, stop) of parameters, whatever the plan, the world size, the ownership and
-the tensor-parallel degree. The parts of a checkpoint have rows of parameters, too, and what a rank
-needs of a part is the overlap (AutoHet §IV-B.2, Figure 6). Example: a rank needs rows 0 to 5; part
-0 has rows 0 to 3, part 1 rows 4 to 7: it reads all rows of part 0, and rows 4 and 5 of part 1.
+A rank needs rows [start, stop) of some parameters, under any plan, world size, ownership and
+tensor-parallel degree. The parts of a checkpoint contain rows of parameters, too; from each part a
+rank needs the overlap (AutoHet §IV-B.2, Figure 6). Example: a rank needs rows 0 to 5; part 0 has
+rows 0 to 3, part 1 rows 4 to 7. The rank reads all rows of part 0, and rows 4 and 5 of part 1.
 
-Stored tensors have their cut dim first, so an overlap is one byte range. A reader that cuts along
-another dim than the writer reads all rows and cuts them itself. Tensors are filled chunk by chunk,
-in any order.
+Stored tensors have their cut dim first, so an overlap is one range of bytes. If the reader cuts
+along another dim than the writer did, it reads all rows and cuts them itself. Tensors are filled
+chunk by chunk, in any order.
 """
 
 import io
@@ -54,7 +54,7 @@ class Target:
     """`WEIGHT` or the name of an optimizer state."""
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the assembled bytes; if `by_rows`, `dim` comes first."""
+    """Shape of the assembled bytes; `dim` comes first if `by_rows`."""
     by_rows: bool
     dim: int
     """Dim along which the writer cut."""
@@ -70,11 +70,11 @@ def find_targets(
     Args:
         need: The slice.
         slices: (part, entry) of every stored slice of this parameter.
-        own_part: The part that is preferred if several parts have a row.
+        own_part: The part to prefer if several parts have a row.
 
     Raises:
-        CheckpointError: The parameter isn't stored, has another shape, has gaps, or has state that
-            can't be cut and was saved for other rows.
+        CheckpointError: The parameter isn't stored, or has another shape, or rows are missing, or
+            it has state that can't be cut and was saved for other rows.
     """
     if not slices:
         raise CheckpointError(
@@ -162,7 +162,7 @@ def _row_target(
 def _whole_target(
     need: SliceNeed, key: str, stored: Sequence[tuple[int, SliceEntry, TensorEntry]]
 ) -> Target:
-    """Take state that can't be cut: a single number from any slice, else from the same rows."""
+    """Take state that can't be cut: a single number from any slice; else from equal rows."""
     for part, entry, tensor in stored:
         if need.is_just(entry.dim, entry.start, entry.stop) or prod(tensor.shape) == 1:
             size = tensor.end - tensor.begin

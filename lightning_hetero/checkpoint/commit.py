@@ -1,8 +1,8 @@
-"""Bring a checkpoint of all ranks into all tiers, on a thread beside training.
+"""Bring a checkpoint of all ranks to all tiers, on a thread beside training.
 
-A rank whose storage fails or hangs reports it in its next status and goes on. Only the loss of a
-rank ends the exchange of statuses; from then on each rank measures by its own clock how long ago a
-lasting tier took a checkpoint.
+If a rank's storage fails or hangs, the rank reports it in its next status and goes on. Only if a
+rank is lost does the exchange of statuses end; from then on each rank measures by its own clock how
+long ago a lasting tier took a checkpoint.
 """
 
 import logging
@@ -43,7 +43,7 @@ class WriterOptions:
     """How checkpoints are written."""
 
     replicas: int = 1
-    """Number of nodes that hold each part, the node of its rank included."""
+    """Number of nodes that have each part, the node of its rank included."""
     stall_s: float = 300.0
     """Seconds without progress after which a checkpoint no longer waits for storage."""
     lasting_within_s: float = 1800.0
@@ -61,11 +61,11 @@ class SaveTask:
     leaving: frozenset[str]
     uploaded: "Future[bool]" = field(default_factory=Future)
     is_offered: bool = False
-    """Whether the result of `uploaded` is left to the uploads."""
+    """Whether the result of `uploaded` is left to the uploading thread."""
 
 
 class Committer:
-    """Brings one rank's parts into all tiers; one thread on each rank makes the same calls.
+    """Brings one rank's parts to all tiers; one thread on each rank makes the same calls.
 
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
@@ -83,7 +83,8 @@ class Committer:
     ) -> None:
         self.progress = peers.progress
         self.overdue: CheckpointError | None = None
-        """The error to raise, once no lasting tier has taken any checkpoint for too long."""
+        """The error to raise because no lasting tier has taken any checkpoint for too long; or
+        None."""
         self.lasting = LastingCopies()
         self._options = options
         self._node_of_rank = node_of_rank
@@ -103,7 +104,8 @@ class Committer:
         self._whole: CheckpointId | None = None
         """The newest checkpoint of which the nodes' own tiers together have all parts."""
         self._sound: dict[TierKind, CheckpointId] = {}
-        """For each kind of tier the newest checkpoint of which all parts are in such tiers."""
+        """For each kind of tier the newest checkpoint of which tiers of this kind have all
+        parts."""
 
     @property
     def complete_steps(self) -> dict[str, int]:
@@ -115,9 +117,8 @@ class Committer:
         """Write one checkpoint; communicates.
 
         Raises:
-            CheckpointError: On all ranks, if the nodes' own tiers, or the remote one where there
-            are
-                none, don't have all parts.
+            CheckpointError: On all ranks, if the nodes' own tiers don't have all parts (or the
+                remote tier, if there are no own tiers).
             PeerError: Another rank is gone.
         """
         self.lasting.begin(task.content.id)
@@ -154,7 +155,7 @@ class Committer:
         return not any("error" in s for s in statuses) and bool(_sound_kinds(statuses))
 
     def end(self) -> None:
-        """End the threads once they have finished their work; doesn't wait."""
+        """Stop the threads after the work that they have been given; doesn't wait for them."""
         for thread in (self._storing, self._pulling, self._uploading):
             thread.finish()
 
@@ -222,14 +223,14 @@ class Committer:
         }
 
     def _learn(self, statuses: _Statuses) -> None:
-        """Take in all ranks' statuses: failures, and checkpoints that all ranks have uploaded."""
+        """Note all ranks' statuses: failures, and checkpoints that all ranks have uploaded."""
         for status in statuses:
             for text in (status.get("error"), status["upload_error"], *status.get("errors", ())):
                 if text:
                     self.lasting.note(text)
         uploaded = self.uploads.newest_everywhere(statuses)
         if uploaded is not None:
-            self.lasting.reach(uploaded)  # A disk may have been the first.
+            self.lasting.reach(uploaded)  # A disk may have had it before.
             self._sound[TierKind.REMOTE] = uploaded
             if self._rank == 0:
                 self.uploads.confirm_later(uploaded)
@@ -273,9 +274,9 @@ class Committer:
     def _tidy(self, tier: Tier, newest: CheckpointId, busy: Collection[CheckpointId]) -> None:
         """Confirm a checkpoint in a tier, or delete incomplete ones there.
 
-        It is confirmed if all parts are in tiers of this kind. Else checkpoints of this start are
-        deleted that tiers of this kind have in part only, unless the own tiers of all kinds
-        together have all parts. Failures are logged: the next save deletes what is left.
+        It is confirmed if tiers of this kind have all parts. Otherwise those checkpoints of this
+        start are deleted of which tiers of this kind have only some parts, unless the own tiers of
+        all kinds together have all. Failures are logged: the next save deletes what is left.
         """
         sound = self._sound.get(tier.kind)
         try:
@@ -309,7 +310,7 @@ class Committer:
         return {"has": [tier.kind for tier in lasting], "written": found}
 
     def _submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
-        """Give work to the storing thread; fail at once if it hangs in earlier work."""
+        """Give work to the storing thread; fail at once if that hangs in earlier work."""
         if self._stored is None or self._stored.done():
             self._stored = self._storing.submit(work, *args, **kwargs)
             return self._stored
@@ -318,7 +319,7 @@ class Committer:
         return failed
 
     def _release(self, task: SaveTask) -> None:
-        """Release the snapshot: now, or after a hanging write, which still reads it."""
+        """Free the snapshot: now, or after a hanging write that still reads it."""
         if task.snapshot is None:
             return
         if self._stored is None or self._stored.done():
@@ -328,7 +329,7 @@ class Committer:
 
 
 def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
-    """Return the kinds of tiers that have the parts of all ranks with such a tier."""
+    """Return the kinds of tiers that have the parts of all ranks that have such a tier."""
     kinds = {TierKind(kind) for status in statuses for kind in status["has"]}
     return sorted(
         kind
@@ -359,10 +360,11 @@ def place_replicas(
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the ranks of other nodes that keep a copy of its part.
 
-    Each node gives its parts to the nodes that follow it in a ring. So if two nodes are lost at
-    once, parts are lost only if the two are neighbours; if copies were spread over all nodes, any
-    two nodes would do. Nodes that are `leaving` get no copies, and their own parts get at least
-    one. There are fewer copies if there are too few nodes.
+    Nodes form a ring, and each node gives its parts to the nodes that follow it. So if two nodes
+    are lost at once, parts are lost only if the two are neighbours in the ring; if copies were
+    spread over all nodes, the loss of any two nodes would lose some. Nodes that are `leaving` get
+    no copies, and their own parts get at least one. There are fewer copies if there are too few
+    nodes.
 
     Args:
         node_of_rank: Name of each rank's node.

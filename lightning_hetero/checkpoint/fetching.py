@@ -1,11 +1,11 @@
 """Get the byte ranges that a rank needs, each from its cheapest source (AutoHet §IV-C).
 
 A source is the memory or disk of the rank's own node, of another node, or the remote store. Each
-rank decides by itself from where it reads. If several locations cost the same, ranks and chunks use
-them in turn. The checksum of every block is compared before the block is used. A location that
-fails isn't used again for that file, and the next one is tried.
+rank decides alone from where it reads. Among locations of equal cost, ranks and chunks take turns.
+The checksum of every block is compared before the block is used. If a location fails, it isn't used
+again for that file, and the next location is tried.
 
-Each needed byte is read once, at the bandwidth of its source, and all sources are read at once.
+Each needed byte is read once, from all sources at the same time.
 """
 
 import logging
@@ -32,12 +32,12 @@ __all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Locations", "cut_into_chunks"
 _log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 << 20
-"""Most bytes of one fetch, which sender and receiver hold in memory."""
+"""Largest number of bytes of one fetch, which sender and receiver have in memory."""
 _READERS = 8
 """Threads that read: one connection to an object store carries much less than the link could."""
 
 Locations = Mapping[tuple[int, str], Sequence[Location]]
-"""Which places hold each (part, file)."""
+"""Which places have each (part, file)."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -100,7 +100,7 @@ class Fetcher:
         locations: Which places hold each file.
         node: Name of this rank's node, by which its own places are known.
         reach: Returns what to read a location's files from; None if this rank can't reach it.
-        turn: This rank's number, with which the turns begin.
+        turn: This rank's number; ranks with different numbers begin at different locations.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Fetcher:
     ) -> None:
         self.bytes_by_source: dict[Source, int] = defaultdict(int)
         self.failures: list[str] = []
-        """Locations that failed and aren't used any more, and why."""
+        """Locations that failed and are no longer used, and why."""
         self._manifests = manifests
         self._holders = {key: list(items) for key, items in locations.items()}
         self._node = node

@@ -1,16 +1,16 @@
-"""Bring one rank's part into the tiers, and count for how long no lasting tier has taken any.
+"""Write one rank's part to the tiers, and measure for how long no lasting tier has taken any.
 
-If one of the node's own tiers fails, the other tiers and ranks go on. What the tier has taken of
-the part is deleted, so that a full disk doesn't fill up with useless files.
+If one of the node's own tiers fails, the other tiers and ranks go on. What was already written of
+the part is deleted, so that a full disk isn't filled with useless files.
 
-After that the remote tier gets the part, from the fastest own tier that has it. While an upload
-runs on any rank, later checkpoints stay local, and only the newest of them is uploaded afterwards;
-all ranks decide the same, from everyone's `status`. A part that no own tier takes goes to the
-remote one at once.
+After that the part is uploaded to the remote tier, from the fastest own tier that has it. While an
+upload runs on any rank, later checkpoints stay local, and only the newest of them is uploaded
+afterwards; from everyone's `status` all ranks decide the same. If no own tier accepts a part, it is
+written to the remote tier directly.
 
-One failed save doesn't end training: the next one may succeed. But if neither a disk nor a store
-takes a checkpoint for long, the next fault would lose everything that was trained meanwhile. So
-that is an error.
+One failed save doesn't end training, since the next one may succeed. But if neither a disk nor a
+store accepts a checkpoint for long, the next fault would lose everything that was trained
+meanwhile; so that is an error.
 """
 
 import contextlib
@@ -54,16 +54,16 @@ _NUM_REMEMBERED = 8
 
 @dataclass(frozen=True)
 class OwnPart:
-    """This rank's part after `write_part`."""
+    """The result of `write_part` for this rank's part."""
 
     bodies: Sequence[FileBody]
     """Its files, readable until the snapshot is released."""
     manifest: PartManifest
     stores: Mapping[TierKind, Store]
-    """The stores that have it, by kind of tier, fastest first; the remote one only if no own tier
-    has it."""
+    """The stores that have the part, by kind of tier, fastest first; the remote one only if no own
+    tier has it."""
     errors: Sequence[str]
-    """For each tier that doesn't have it, why."""
+    """For each tier that doesn't have the part, the reason."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -79,14 +79,14 @@ def write_part(
     remote: Tier | None,
     progress: Progress,
 ) -> OwnPart:
-    """Write a part into all own tiers that take it, else into the remote one.
+    """Write a part to all own tiers that accept it; if none does, to the remote tier.
 
     Args:
         snapshot: The state.
         metadata: See `encode_part`.
         own: The node's own tiers, fastest first.
         remote: The remote tier, None if there is none.
-        progress: Ticks with every chunk.
+        progress: Notified of each chunk.
 
     Raises:
         CheckpointError: The state isn't finite or can't be encoded.
@@ -107,7 +107,7 @@ def write_part(
             write_manifest(tier.store, manifest)
             stores[tier.kind] = tier.store
         except Exception as error:
-            # Stores raise all kinds of errors; the next tier may still take the part.
+            # # Stores raise many kinds of errors, and the next tier may still accept the part.
             text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
             _log.warning("%s", text)
             errors.append(text)
@@ -156,12 +156,12 @@ class Uploads:
         self._error = ""
 
     def note(self, part: OwnPart) -> None:
-        """Note a part that is in the remote tier already, if it is."""
+        """Note whether a part is in the remote tier already."""
         if TierKind.REMOTE in part.stores:
             self._done.append(part.manifest.id)
 
     def status(self) -> dict[str, Any]:
-        """Return what the other ranks must know."""
+        """Return what the other ranks need to know."""
         deferred = [] if self._deferred is None else [self._deferred[0].manifest.id]
         return {
             "uploading": [item.folder for item in list(self._running)],
@@ -172,7 +172,7 @@ class Uploads:
 
     @staticmethod
     def newest_everywhere(statuses: Sequence[Mapping[str, Any]]) -> CheckpointId | None:
-        """Return the newest checkpoint that all ranks have uploaded, as their statuses say."""
+        """Return the newest checkpoint that all ranks have uploaded, by their statuses."""
         common = set.intersection(*(set(status["uploaded"]) for status in statuses))
         return max((id_ for id_ in map(CheckpointId.parse, common) if id_), default=None)
 
@@ -196,7 +196,7 @@ class Uploads:
                 self.start_deferred()
 
     def start_deferred(self) -> None:
-        """Upload the part that was kept for later, if there is one."""
+        """Upload the part that was kept for later, if any."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._running.append(deferred[0].manifest.id)
@@ -223,7 +223,7 @@ class Uploads:
             uploaded.set_result(True)
 
     def confirm_later(self, uploaded: CheckpointId) -> None:
-        """Confirm a checkpoint that all ranks have uploaded; one rank does it, once, for all."""
+        """Confirm a checkpoint that all ranks have uploaded; one rank calls it, once."""
         if uploaded != self._confirmed:
             self._confirmed = uploaded
             self._thread.submit(self._confirm, uploaded)

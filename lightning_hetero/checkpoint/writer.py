@@ -15,8 +15,7 @@
 
 This takes memory for one copy of the rank's slices and a few chunks, however slow the tiers are. A
 failure is logged, and the next checkpoint is the next attempt. Only if no lasting tier (disk or
-remote)
-has taken any checkpoint for longer than `lasting_within_s`, all ranks raise an error.
+remote) has taken any checkpoint for longer than `lasting_within_s`, all ranks raise an error.
 """
 
 import logging
