@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed, is_sound, num_rows
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed, num_rows, refuse_nonfinite
 from lightning_hetero.checkpoint.encoding import SAFETENSORS_DTYPES
 from lightning_hetero.checkpoint.fetching import FileRange, whole_blocks
 from lightning_hetero.checkpoint.manifest import (
@@ -249,7 +249,7 @@ class Assembly:
                 )
             )
         own = None if self._rank_metadata is None else _load(self._rank_metadata)
-        _refuse_nonfinite(slices)
+        refuse_nonfinite(slices, "in the checkpoint")
         return tuple(slices), _load(self._metadata), own
 
     def _register(self, size_bytes: int, spans: Sequence[Span]) -> torch.Tensor:
@@ -262,13 +262,6 @@ class Assembly:
     def _whole_file(self, part: int, name: str) -> torch.Tensor:
         size = self._manifests[part].file(name).size_bytes
         return self._register(size, [Span(FileRange(part, name, 0, size), 0)])
-
-
-def _refuse_nonfinite(slices: Sequence[RestoredSlice]) -> None:
-    for item in slices:
-        for key, tensor in {WEIGHT: item.weight, **item.state}.items():
-            if not is_sound(tensor, is_trained=key == WEIGHT and bool(item.state)):
-                raise CheckpointError(f"{item.parameter}'s {key} isn't finite in the checkpoint.")
 
 
 def _as_tensor(target: Target, buffer: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.checkpoint.content import CheckpointContent, SliceNeed, tensors_of
+from lightning_hetero.checkpoint.content import CheckpointContent, SliceNeed
 from lightning_hetero.checkpoint.encoding import (
     FileBody,
     encode_part,
@@ -148,7 +148,7 @@ def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str,
     content = own.content
     try:
         metadata = metadata_files(content, with_shared=True)
-        bodies, slices = encode_part(content, tensors_of(content), metadata, block_bytes=1)
+        bodies, slices = encode_part(content, metadata, block_bytes=1)
         peers.server.stores[_LIVE] = _LiveFiles(bodies)
         manifest = make_manifest(content, bodies, slices, with_checksums=False)
         return {
