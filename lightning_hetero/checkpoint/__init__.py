@@ -15,12 +15,8 @@ from lightning_hetero.checkpoint.content import (
     SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.from_files import (
-    Recovered,
-    RecoveryReport,
-    begin_run,
-    recover,
-)
+from lightning_hetero.checkpoint.fetching import Recovered, RecoveryReport
+from lightning_hetero.checkpoint.from_files import begin_run, recover
 from lightning_hetero.checkpoint.inspection import export_checkpoint
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.notices import (

@@ -24,7 +24,7 @@ from lightning_hetero.checkpoint.encoding import (
     make_manifest,
     metadata_files,
 )
-from lightning_hetero.checkpoint.from_files import Parts, Recovered, take
+from lightning_hetero.checkpoint.fetching import Parts, Recovered, take
 from lightning_hetero.checkpoint.manifest import PartManifest
 from lightning_hetero.checkpoint.serving import PeerFiles, Readable
 from lightning_hetero.checkpoint.statuses import Peers
@@ -121,7 +121,6 @@ def _recover(
     any_part = next(iter(manifests.values()))
     lost = sorted(set(range(any_part.world_size)) - set(manifests))
     parts = Parts(
-        id=any_part.id,
         manifests=manifests,
         locations=locations,
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
