@@ -31,8 +31,8 @@ that runs, `plan(start=...)`, is among those that are judged, so no worse plan i
 prices a master without links and exchange to optimality: no plan is faster.
 
 Read in this order: `workload`, `stages`, `columns`, `pricing`, `splitting`, `master`, `placement`,
-`pace`, `memory`, `judge`, `neighbourhood`, `improve`, `fastest`, `bound`, `search`. `proposing` uses the
-same columns for samples of varied lengths (Hydraulis §7).
+`pace`, `memory`, `judge`, `neighbourhood`, `improve`, `fastest`, `bound`, `search`. `proposing`
+uses the same columns for samples of varied lengths (Hydraulis §7).
 """
 
 from lightning_hetero.planner.proposing.candidate_plans import (
