@@ -17,14 +17,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.checkpoint.content import CheckpointContent, SliceNeed, tensors_of
+from lightning_hetero.checkpoint.content import CheckpointContent, SliceNeed
 from lightning_hetero.checkpoint.encoding import (
     FileBody,
     encode_part,
     make_manifest,
     metadata_files,
 )
-from lightning_hetero.checkpoint.from_files import Parts, Recovered, take
+from lightning_hetero.checkpoint.fetching import Parts, Recovered, take
 from lightning_hetero.checkpoint.manifest import PartManifest
 from lightning_hetero.checkpoint.serving import PeerFiles, Readable
 from lightning_hetero.checkpoint.statuses import Peers
@@ -121,7 +121,6 @@ def _recover(
     any_part = next(iter(manifests.values()))
     lost = sorted(set(range(any_part.world_size)) - set(manifests))
     parts = Parts(
-        id=any_part.id,
         manifests=manifests,
         locations=locations,
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
@@ -148,7 +147,7 @@ def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str,
     content = own.content
     try:
         metadata = metadata_files(content, with_shared=True)
-        bodies, slices = encode_part(content, tensors_of(content), metadata, block_bytes=1)
+        bodies, slices = encode_part(content, metadata, block_bytes=1)
         peers.server.stores[_LIVE] = _LiveFiles(bodies)
         manifest = make_manifest(content, bodies, slices, with_checksums=False)
         return {

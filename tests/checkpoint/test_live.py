@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from lightning_hetero.checkpoint import Peers, Recovered, Source, assembly, fetching, live
+from lightning_hetero.checkpoint import Peers, Recovered, Source, assembly, live
 from lightning_hetero.checkpoint.live import (
     LiveState,
     NothingLive,
@@ -58,7 +58,7 @@ def test_whoever_is_left_has_the_last_step_bit_for_bit(
     lost: set[int], monkeypatch: pytest.MonkeyPatch, *, tp: bool
 ) -> None:
     """Also where a later plan cuts along other dims, and what moves takes many requests."""
-    monkeypatch.setattr(fetching, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(assembly, "CHUNK_BYTES", 100)
     states = live_states(7)
     left = [rank for rank in range(4) if rank not in lost]
     for new_rank, found in enumerate(recover_all([states[rank] for rank in left], tp=tp)):

@@ -36,7 +36,6 @@ from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
     Recovered,
-    SliceContent,
     SliceNeed,
 )
 from lightning_hetero.checkpoint.live import (
@@ -212,7 +211,7 @@ class LiveSteps:
         noted.random_state.put_back()
         id_ = replace(start, step=noted.step)
         content = content_of(trainer, owned, id_, metadata, with_standbys=True)
-        on_host = replace(content, slices=tuple(map(_on_host, content.slices)))
+        on_host = replace(content, slices=tuple(item.map(Tensor.cpu) for item in content.slices))
         return LiveState(content=on_host, generation=generation)
 
     def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Recovered | NothingLive:
@@ -260,14 +259,3 @@ def _copied(value: _T) -> _T:
     """Return a copy that later changes in place don't reach, without graphs of gradients."""
     detached: _T = apply_to_collection(value, Tensor, Tensor.detach)
     return copy.deepcopy(detached)
-
-
-def _on_host(item: SliceContent) -> SliceContent:
-    if all(t.is_cpu for t in (item.weight, *item.state.values(), *item.whole_state.values())):
-        return item
-    return replace(
-        item,
-        weight=item.weight.cpu(),
-        state={key: tensor.cpu() for key, tensor in item.state.items()},
-        whole_state={key: tensor.cpu() for key, tensor in item.whole_state.items()},
-    )
