@@ -36,15 +36,9 @@ from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
     Recovered,
-    SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.live import (
-    LiveState,
-    NothingLive,
-    NothingYet,
-    recover_live,
-)
+from lightning_hetero.checkpoint.live import LiveState, recover_live
 from lightning_hetero.exchange.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.strategy.run import run_of
@@ -54,15 +48,15 @@ __all__ = ["LiveSteps"]
 _T = TypeVar("_T")
 _version_of = attrgetter("_version")
 
-_IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
-_AT_END = NothingLive("the end of an epoch, or of training, follows its last step")
-_IN_EVALUATION = NothingLive("it was in a validation that its last step doesn't call for")
-_NO_STEP = NothingLive("it had trained no step in this process")
-_NO_COPIES = NothingLive("the run has no redundancy")
-_PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
-_CUT_SHORT = NothingLive("its device hadn't come to the end of the step when it was cut off")
-_BUFFERS = NothingLive("training changes buffers of the module, which have no second copy")
-_CHANGED = NothingLive("weights or buffers have changed since the end of its last step")
+_IN_STEP = "it was lost in the middle of an optimizer's step"
+_AT_END = "the end of an epoch, or of training, follows its last step"
+_IN_EVALUATION = "it was in a validation that its last step doesn't call for"
+_NO_STEP = "it had trained no step in this process"
+_NO_COPIES = "the run has no redundancy"
+_PLATEAU = "a scheduler waits for a plateau, and steps after the step's end"
+_CUT_SHORT = "its device hadn't come to the end of the step when it was cut off"
+_BUFFERS = "training changes buffers of the module, which have no second copy"
+_CHANGED = "weights or buffers have changed since the end of its last step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,10 +81,9 @@ class LiveSteps:
     """One rank's record of the last step; every rank makes the same calls, `keep` after a loss."""
 
     def __init__(self) -> None:
-        self.state: LiveState | NothingLive | NothingYet = NothingYet()
-        """The state to continue from: set by `keep`, valid until the next generation ends a
-        step."""
-        self._noted: _Noted | NothingLive = _NO_STEP
+        self.state: LiveState | str | None = None
+        """The state to continue from, or why there is none; None before the first step."""
+        self._noted: _Noted | str = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []
         """Dict and key of each tensor that must not change between steps."""
         self._ended: _Noted | None = None
@@ -102,7 +95,7 @@ class LiveSteps:
         Forget it, too, if averages replace the weights during the validation.
         """
         noted, has_averages = self._noted, any(average_models(trainer))
-        if not isinstance(noted, NothingLive) and (has_averages or not noted.is_validation_due):
+        if not isinstance(noted, str) and (has_averages or not noted.is_validation_due):
             self._noted = _IN_EVALUATION
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
@@ -162,8 +155,8 @@ class LiveSteps:
         )
 
     def can_go_on(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether this rank has the last step's state, and ranks not `leaving` all its rows."""
-        if isinstance(self._noted, NothingLive):
+        """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
+        if isinstance(self._noted, str):
             return False
         strategy = run_of(trainer).strategy
         assert strategy is not None
@@ -181,23 +174,22 @@ class LiveSteps:
             Whether the state is kept.
         """
         noted, self._noted, self._ended = self._noted, _NO_STEP, None
-        if isinstance(noted, NothingLive):
-            # # A generation that has trained no step still has the state from which it began.
+        if isinstance(noted, str):
+            # A generation that has trained no step still has the state with which it began.
             if noted is not _NO_STEP:
                 self.state = noted
         else:
             try:
                 self.state = self._kept(trainer, noted, start, generation)
             except Exception as error:
-                # # An error in a user's object mustn't end this rank: it can go on from a
-                # checkpoint.
-                self.state = NothingLive(f"{type(error).__name__}: {error}")
+                # An error in a user's object mustn't end the rank: it can go on from a checkpoint.
+                self.state = f"{type(error).__name__}: {error}"
         self._watched = []
         return isinstance(self.state, LiveState)
 
     def _kept(
         self, trainer: pl.Trainer, noted: _Noted, start: CheckpointId, generation: int
-    ) -> LiveState | NothingLive:
+    ) -> LiveState | str:
         strategy = run_of(trainer).strategy
         assert strategy is not None
         if strategy.num_changes != noted.num_changes:
@@ -215,20 +207,20 @@ class LiveSteps:
         noted.random_state.put_back()
         id_ = replace(start, step=noted.step)
         content = content_of(trainer, owned, id_, metadata, with_standbys=True)
-        on_host = replace(content, slices=tuple(map(_on_host, content.slices)))
+        on_host = replace(content, slices=tuple(item.map(Tensor.cpu) for item in content.slices))
         return LiveState(content=on_host, generation=generation)
 
-    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Recovered | NothingLive:
-        """Recover the state that ranks still have in memory; every rank calls it. Communicates.
+    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Recovered | str:
+        """Recover the state that ranks still hold; every rank calls it. Communicates.
 
         Args:
             needs: The slices that this rank keeps from now on.
             peers: The ranks.
         """
         live = recover_live(needs, self.state, peers)
-        if isinstance(live, NothingLive):
-            rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
-            self.state = live  # From now on no rank may use a state newer than that checkpoint.
+        if isinstance(live, str):
+            rank_zero_info("Going back to the newest checkpoint, because %s.", live)
+            self.state = live  # From now on nobody may use a state newer than that checkpoint.
         return live
 
     def _versions(self) -> int:
@@ -263,14 +255,3 @@ def _copied(value: _T) -> _T:
     """Return a copy that later in-place changes don't reach, without autograd's graph."""
     detached: _T = apply_to_collection(value, Tensor, Tensor.detach)
     return copy.deepcopy(detached)
-
-
-def _on_host(item: SliceContent) -> SliceContent:
-    if all(t.is_cpu for t in (item.weight, *item.state.values(), *item.whole_state.values())):
-        return item
-    return replace(
-        item,
-        weight=item.weight.cpu(),
-        state={key: tensor.cpu() for key, tensor in item.state.items()},
-        whole_state={key: tensor.cpu() for key, tensor in item.whole_state.items()},
-    )
