@@ -161,7 +161,7 @@ class ElasticRestart(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # # Until now Lightning handled SIGTERM, or the strategy in its place.
+        # Until now Lightning handled SIGTERM, or the strategy in its place.
         strategy = run_of(trainer).strategy
         was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
         self._sigterm = self._hear_sigterm(told=was_told)
@@ -196,9 +196,8 @@ class ElasticRestart(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # # The next generation repeats a validation in mid-epoch, but not one at the end of an
-        # epoch, or of training: joiners wait for that, and ranks that leave may have no time for
-        # it.
+        # The next generation repeats a validation in mid-epoch, but not one at the end of an epoch,
+        # or of training: joiners wait for that, and ranks that leave may have no time for it.
         at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
         if self._change is not None and (self._change.leaving or not at_end):
             change, self._change = self._change, None
@@ -319,7 +318,7 @@ class ElasticRestart(Callback):
         drain_s = time.monotonic() - start_s
         note(trainer, "leaving", ranks=sorted(leaving), drain_s=drain_s, error=error_seen)
         if self._loses_machine and self._is_first_of_node and is_torchelastic_launched():
-            # # Otherwise the agent would bring this machine back into the run that it is about to
+            # Otherwise the agent would bring this machine back into the run that it is about to
             # leave.
             os.kill(os.getppid(), signal.SIGTERM)
         raise AgreedExit
@@ -351,12 +350,12 @@ class ElasticRestart(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # # A SIGTERM from now on only sets the flag, since this process ends anyway.
+        # A SIGTERM from now on only sets the flag, since this process ends anyway.
         self._stop_watching()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # # After the loss of a rank another fit follows, which handles a SIGTERM from before it.
+        # After the loss of a rank another fit follows, which handles a SIGTERM from before it.
         self._change, self._holds_back = None, False
         self._stop_watching()
         # Lightning has just restored the SIGTERM handler from before this fit.

@@ -125,8 +125,8 @@ class LayerwiseCheckpoint(Checkpoint):
             shared_memory=shared_memory,
             keep=keep,
             storage_options=storage_options or {},
-            # # Half of it: ranks wait for each other for longer, so the error names the storage,
-            # not a rank.
+            # Half of it: ranks wait for each other for longer, so the error names the storage, not
+            # a rank.
             stall_s=stall_s / 2,
         )
         self.saved: SavedCheckpoint | None = None
@@ -168,7 +168,7 @@ class LayerwiseCheckpoint(Checkpoint):
                 )
             self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and run.has_joiners:
-                # # Early, before the run spends time on planning and measuring.
+                # Early, before the run spends time on planning and measuring.
                 probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
 
     @override
@@ -201,7 +201,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if recovered is None:
             return
         self._phases["load"] = time.time()
-        # # A step that ranks still have in memory may not have been saved, or not by all ranks.
+        # A step that ranks still have in memory may not have been saved, or not by all ranks.
         self._last_step = 0 if live is recovered else recovered.id.step
         restore(trainer, recovered)
         if goes_on:
@@ -232,7 +232,7 @@ class LayerwiseCheckpoint(Checkpoint):
             self._report(trainer)
             go_on(trainer, found.recovered)
         elif strategy is not None and strategy.processes.outlives_ranks:
-            # # Save at once: before the first checkpoint, the state of a lost rank couldn't be
+            # Save at once: before the first checkpoint, the state of a lost rank couldn't be
             # recovered.
             self._live.note_step(trainer)
             self._save(trainer)
@@ -247,7 +247,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # # Weight averaging may swap weights now.
+        # Weight averaging may swap weights now.
         self._wait_for_snapshot()
         self._live.begin_evaluation(trainer)
 
@@ -314,8 +314,7 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._access is not None:
-            # # Raises unless a lasting place has the newest checkpoint; shared memory then keeps
-            # it.
+            # Raises unless a lasting place has the newest checkpoint; shared memory then keeps it.
             self._access.close()
             note(trainer, "checkpoint", complete=self._access.writer.complete_steps)
         if trainer.local_rank == 0 and self.saved is not None:
@@ -331,7 +330,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # # Don't wait for unfinished writes: other ranks may be gone, and a restart is due.
+        # Don't wait for unfinished writes: other ranks may be gone, and a restart is due.
         self._let_go()
         self._live = LiveSteps()
 
@@ -349,7 +348,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # # Does nothing after a run's normal end. After the loss of a rank, another fit may follow.
+        # Does nothing after a run's normal end. After the loss of a rank, another fit may follow.
         self._let_go()
         self.saved = self._found = None
 

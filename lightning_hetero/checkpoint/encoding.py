@@ -265,8 +265,8 @@ def _encode_file(
         cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
         rows.append((tensor, dim))
         found.append(TensorEntry(key, name, dtype, shape, by_rows, begin, end))
-    # # For people who look into the file: the dim and rows [start, stop) of each tensor, whose
-    # first dim is that dim.
+    # For people who look into the file: the dim and rows [start, stop) of each tensor, whose first
+    # dim is that dim.
     header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -281,7 +281,7 @@ def _encode_file(
 def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
     if key in item.whole_state:
         return False
-    # # A parameter without dims counts as one row; state without dims is a number that all slices
+    # A parameter without dims counts as one row; state without dims is a number that all slices
     # share.
     return tuple(tensor.shape) == item.slice_shape and (key == WEIGHT or tensor.ndim > 0)
 

@@ -101,7 +101,7 @@ class _Search:
         ]
         if location.kind is TierKind.REMOTE or not found:
             return None
-        # # Each reader takes another rank of that node, in turn.
+        # Each reader takes another rank of that node, in turn.
         address = found[self.peers.global_rank % len(found)]
         return PeerFiles(address, location.kind.name, self.peers.timeout_s)
 
@@ -123,8 +123,8 @@ class _Search:
             node=self.node,
             manifests=self.manifests,
             progress=progress,
-            # # Shorter than other ranks wait for this one, so that the error names the place, not
-            # the rank.
+            # Shorter than other ranks wait for this one, so that the error names the place, not the
+            # rank.
             timeout_s=self.peers.timeout_s / MARGIN,
         )
 
@@ -251,7 +251,7 @@ def begin_run(
             run = run if choice.run is None else choice.run
             attempt = choice.attempt
     own = search.looked_after
-    # # The place of a recovered state already has the run's identity, so writing it to others may
+    # The place of a recovered state already has the run's identity, so writing it to others may
     # fail.
     may_fail = skip_unreadable or recovered is not None
     search.peers.do(lambda _: mark_places(own, run), may_fail=may_fail)

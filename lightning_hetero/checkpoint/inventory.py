@@ -307,7 +307,7 @@ def choose_run(inventory: Inventory) -> str | None:
         )
     if runs[TierKind.DISK]:
         return max(runs[TierKind.DISK])
-    # # A run that only shared memory knows doesn't count: to start anew, users delete the lasting
+    # A run that only shared memory knows doesn't count: to start anew, users delete the lasting
     # places.
     return None if answered - {TierKind.MEMORY} else max(runs[TierKind.MEMORY], default=None)
 

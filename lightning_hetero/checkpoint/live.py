@@ -112,7 +112,7 @@ def _recover(
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
         node=str(peers.global_rank),
         reach=reach,
-        # # A higher number, so that the checkpoints that follow count as newer than earlier ones.
+        # A higher number, so that the checkpoints that follow count as newer than earlier ones.
         attempt=any_part.id.attempt + 1,
     )
     try:
@@ -141,7 +141,7 @@ def _offer(own: LiveState | str | None, peers: Peers) -> dict[str, Any] | None:
             "address": None if peers.world_size == 1 else peers.server.address,
         }
     except Exception as error:
-        # # An error in a user's object mustn't end this rank: it can go on from a checkpoint.
+        # An error in a user's object mustn't end this rank: it can go on from a checkpoint.
         return {"why": f"{type(error).__name__}: {error}"}
 
 

@@ -151,7 +151,7 @@ class CheckpointWriter:
         try:
             if self._last is not None:
                 self._wait_for(self._last)
-            # # The ranks have agreed on this error, so all raise it at the same save.
+            # The ranks have agreed on this error, so all raise it at the same save.
             if self._committer.overdue is not None:
                 raise self._committer.overdue
             return self._memory.take(content)

@@ -58,8 +58,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        # # Not kept in `_accelerator`: a second Trainer would raise that two strategies were
-        # chosen.
+        # Not kept in `_accelerator`: a second Trainer would raise that two strategies were chosen.
         if self._accelerator_of_trainer is not None:
             raise ConfigurationError(
                 "This HeteroStrategy belongs to another Trainer, whose processes and slices it "
@@ -97,7 +96,7 @@ class ConnectedStrategy(ParallelStrategy):
         """Tell Lightning's own environment and `rank_zero_only` their ranks."""
         if (environment := self.cluster_environment) is None:
             return
-        # # Environments that know their ranks, such as torchrun's, ignore these calls.
+        # Environments that know their ranks, such as torchrun's, ignore these calls.
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
@@ -139,6 +138,6 @@ def _device_of(devices: list[torch.device], local_rank: int) -> torch.device:
     """Return a process's device."""
     if len(devices) > local_rank:
         return devices[local_rank]
-    # # More processes run on this node than `devices=` says: trust the launcher.
+    # More processes run on this node than `devices=` says: trust the launcher.
     device = devices[0]
     return device if device.type == "cpu" else torch.device(device.type, local_rank)

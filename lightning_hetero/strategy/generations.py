@@ -101,7 +101,7 @@ class Generations:
 
     def fit(self, work: Callable[[], Any]) -> Any:
         """Fit until training has ended, even if ranks join, leave or are lost."""
-        # # After a loss, a collection needn't visit objects that stay, such as modules.
+        # After a loss, a collection needn't visit objects that stay, such as modules.
         gc.collect()
         gc.freeze()
         before = _BeforeFit(self._trainer)
@@ -122,7 +122,7 @@ class Generations:
                 else:
                     self._processes.end_generations()
                     return result
-                # # Outside of `except`, in which the error would keep old objects alive.
+                # Outside of `except`, in which the error would keep old objects alive.
                 self._begin_next(end, before)
         except BaseException as error:
             if not isinstance(error, AgreedExit):
@@ -190,7 +190,7 @@ class Generations:
         module = self._strategy.lightning_module
         self._processes.leave_generation()
         if not self._trainer.training:
-            # # An interrupted validation has left modules in evaluation mode.
+            # An interrupted validation has left modules in evaluation mode.
             self._trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
         run = self._trainer.strategy.run
         for checkpoint in run.checkpoints:

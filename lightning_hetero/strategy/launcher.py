@@ -147,7 +147,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         environment, joins = self.cluster_environment, is_joiner()
         started = environment.main_address, environment.main_port
         address, port = split_address(os.environ[JOIN]) if joins else started
-        # # Workers don't get variables that Lightning, not the user, has set here.
+        # Workers don't get variables that Lightning, not the user, has set here.
         common = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         if environment.creates_processes_externally:
             workers = [common]
@@ -188,7 +188,7 @@ def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
         rehearse(layer, described, device=strategy.root_device, dtype=dtype)
         _log.info("Called a layer before joining.")
     except Exception as error:
-        # # Without this the joiner's first step is slower; that step shows whether it can train.
+        # Without this the joiner's first step is slower; that step shows whether it can train.
         _log.warning("This joiner's layers couldn't be called before it is let in: %r", error)
     finally:
         vars(layer).pop("forward", None)

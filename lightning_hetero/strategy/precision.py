@@ -198,7 +198,7 @@ class HeteroPrecision(Precision):
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        # # Ranks wait for each other in hooks and in clipping, but not in the optimizer's step
+        # Ranks wait for each other in hooks and in clipping, but not in the optimizer's step
         # itself.
         super()._after_closure(model, optimizer)
         if self._gradients is not None:

@@ -125,7 +125,7 @@ class Processes:
         if environment.world_size() > _MAX_EAGER_RANKS:
             allow_files(os.getpid())
             if self._silence is None:
-                # # Lazily, since each group costs a rank as many sockets as there are ranks. But
+                # Lazily, since each group costs a rank as many sockets as there are ranks. But
                 # connections that may have to be closed can be recorded only if they are made with
                 # their group.
                 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
@@ -133,7 +133,7 @@ class Processes:
             environment = self._become_member(package_versions() | facts_of_fit(module))
         if environment.world_size() > 1 or self._membership is not None:
             check_queues(device, os.environ)
-            # # From here on, this rank may have to wait for another.
+            # From here on, this rank may have to wait for another.
             if self._detector is None:
                 self._detector = self._make_detector()
                 self._detector.expect_slow_start(is_expected=self._silence is not None)
@@ -250,7 +250,7 @@ class Processes:
         """Note that training has ended: from now on, if a rank is lost, the others end, too."""
         if self._membership is not None:
             self._membership.tell_end()  # Keepers of lost members then end.
-        # # What follows, such as a test, may make others wait as long as in any other run.
+        # What follows, such as a test, may make others wait as long as in any other run.
         self._silence = self._detector = None
 
     @property
@@ -296,7 +296,7 @@ class Processes:
         assert self._environment is not None
         environment = GenerationEnvironment(self._environment, generation, self._membership.number)
         self._environment = environment
-        # # Closing the connections must also end waits in the store for ranks that don't come.
+        # Closing the connections must also end waits in the store for ranks that don't come.
         self._connections = Connections(may_end=True)
         self._store = self._connections.open(partial(self._membership.store_of, generation))
         self._store.set_timeout(self._timeout)

@@ -132,8 +132,7 @@ class SlicedState:
                 whole = copy.module if isinstance(copy, AveragedModel) else copy
                 cut_copy(whole, engine.store, engine.comms)
         if self._several:
-            # # Lightning's summary would call the module on its example, for which it must be
-            # whole.
+            # Lightning's summary would call the module on its example, for which it must be whole.
             self._example, module.example_input_array = module.example_input_array, None
 
     def await_recovery(self, trained_at_first: Mapping[str, bool]) -> None:
@@ -193,7 +192,7 @@ class SlicedState:
     def share_buffers(self) -> None:
         """Let the evaluation that begins use the present buffers and weights; all ranks call it."""
         self._running.buffers.share()
-        # # Callbacks such as weight averaging may swap weights in before validation, and out after
+        # Callbacks such as weight averaging may swap weights in before validation, and out after
         # it.
         self._running.mark_weights_stale()
 
@@ -214,7 +213,7 @@ class SlicedState:
         for index, optimizer in enumerate(optimizers):
             agree_on_groups(engine.store, engine.comms, optimizer)
             for callback in finetuning:
-                # # What the callback has noted for its state covers only this rank's slices so far.
+                # What the callback has noted for its state covers only this rank's slices so far.
                 groups = callback._apply_mapping_to_param_groups(optimizer.param_groups, names)
                 callback._internal_optimizer_metadata[index] = groups
 
@@ -234,7 +233,7 @@ class SlicedState:
 
     def _in_whole_shapes(self, hook: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
-            # # The callback may be used by another Trainer after this run.
+            # The callback may be used by another Trainer after this run.
             with nullcontext() if self.engine is None else self.whole_shapes():
                 hook(*args)
 

@@ -100,8 +100,8 @@ class Access:
                     self._leases[-1].take()
             return tiers
 
-        # # Other ranks wait while one checks whether the owner of a lease is alive, or while
-        # storage is slow.
+        # Other ranks wait while one checks whether the owner of a lease is alive, or while storage
+        # is slow.
         try:
             taking, answers = self._peers.do(take, lambda _: {"node": self._places.node})
         except BaseException:

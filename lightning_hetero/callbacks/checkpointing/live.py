@@ -106,8 +106,7 @@ class LiveSteps:
         ended, self._ended = self._ended, None
         if ended is not None:
             new = self._note(trainer)
-            # # The loops' state is that of the step, from which Lightning begins the epoch by
-            # itself.
+            # The loops' state is that of the step, from which Lightning begins the epoch by itself.
             of_step = {key: ended.metadata[key] for key in ("loops", "epoch")}
             self._noted = replace(new, metadata={**new.metadata, **of_step})
 
@@ -116,7 +115,7 @@ class LiveSteps:
         strategy = run_of(trainer).strategy
         if strategy is None or not strategy.processes.outlives_ranks:
             return
-        # # At this point all ranks have ended a step since the last recovery.
+        # At this point all ranks have ended a step since the last recovery.
         self.state, self._ended = _NO_STEP, None
         engine = strategy.engine
         engine.comms.step_end.note(engine.device)
@@ -226,7 +225,7 @@ class LiveSteps:
     def _versions(self) -> int:
         """Return a number that changes whenever a watched tensor is changed or replaced."""
         tensors = [registered[name] for registered, name in self._watched]
-        # # A new tensor has another id; a tensor made in inference mode has no version.
+        # A new tensor has another id; a tensor made in inference mode has no version.
         try:
             versions: int = sum(map(_version_of, tensors))
         except RuntimeError:

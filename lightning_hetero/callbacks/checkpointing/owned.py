@@ -192,7 +192,7 @@ class OwnedState:
         """Put recovered weights into the module."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for item in self.slices:
-                # # A missing parameter is frozen, and had no owner when the checkpoint was saved.
+                # A missing parameter is frozen, and had no owner when the checkpoint was saved.
                 if item.spec.name in by_name:
                     item.parameter.copy_(by_name[item.spec.name].weight)
 

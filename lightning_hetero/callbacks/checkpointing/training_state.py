@@ -143,7 +143,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
         owned = OwnedState(trainer)
     owned.freeze(own.get("trains", {}))
     if own["averages"]:
-        # # Averages are recovered with the slices, not from their callback's entries.
+        # Averages are recovered with the slices, not from their callback's entries.
         warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
     strategy, connector = run_of(trainer).strategy, trainer._checkpoint_connector
     restored = _Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
@@ -156,9 +156,9 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     else:
         strategy.engine.reseed(own["seed"])
         strategy.restore_from(restored)
-    # # Lightning does it again later, but it must be known earlier what is left to train.
+    # Lightning does it again later, but it must be known earlier what is left to train.
     connector.restore_loops()
-    # # A loader that was made early (for `estimated_stepping_batches`) must be made again, from its
+    # A loader that was made early (for `estimated_stepping_batches`) must be made again, from its
     # state.
     trainer.fit_loop._combined_loader = None
 
@@ -236,7 +236,7 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
     if recovered.rank_metadata is not None:  # Only if as many ranks saved the checkpoint.
         RandomState.from_dict(recovered.rank_metadata).put_back()
     if has_finished_epoch(trainer):
-        # # Without the interruption, the next epoch's iterator would have drawn its number by now.
+        # Without the interruption, the next epoch's iterator would have drawn its number by now.
         torch.empty((), dtype=torch.int64).random_()
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
@@ -265,7 +265,7 @@ def dump_loops(trainer: pl.Trainer) -> dict[str, Any]:
         # A loader restored to the end of this epoch would make the next epoch empty.
         loops["fit_loop"]["state_dict"].pop("combined_loader", None)
     if batches.current.completed < batches.current.processed:
-        # # In mid-epoch. If training was resumed at the end of the previous epoch, Lightning hasn't
+        # In mid-epoch. If training was resumed at the end of the previous epoch, Lightning hasn't
         # counted the beginning of this one; a run resumed from such a state would stay an epoch
         # behind.
         for epochs in loops["fit_loop"]["epoch_progress"].values():
@@ -293,7 +293,7 @@ def _begin_next_epoch(trainer: pl.Trainer) -> None:
 
 def is_complete(trainer: pl.Trainer) -> bool:
     """Whether a resumed run has nothing left to train."""
-    # # A checkpoint of an epoch's last batch is saved before the epoch counts as finished.
+    # A checkpoint of an epoch's last batch is saved before the epoch counts as finished.
     is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
     return trainer.fit_loop.done or (is_last_epoch and has_finished_epoch(trainer))
 

@@ -140,7 +140,7 @@ def join_membership(
         own, number=number, node=node, admission=admission, patience_s=patience_s
     )
     membership.enter_called(joiner.wait_for_call(start_timeout.total_seconds()))
-    # # From now on it is a process like all others, also for what its script does after this fit.
+    # From now on it is a process like all others, also for what its script does after this fit.
     del os.environ[JOIN]
     return membership, heartbeat
 
@@ -180,7 +180,7 @@ def _begin_beats(
     own = PrefixStore(prefix, server.clone())  # type: ignore[attr-defined]
     heartbeat = Heartbeat(own, number=number, interval_s=interval_s(silence_s))
     heartbeat.begin()
-    # # Wait until the heartbeat's connection exists, so that it isn't taken for one of a group's.
+    # Wait until the heartbeat's connection exists, so that it isn't taken for one of a group's.
     heartbeat.has_begun.wait(10 * heartbeat.interval_s)
     return own, heartbeat
 

@@ -162,7 +162,7 @@ class Admission:
             return False
         self._news = num_news
         total = int(self._store.add(_NUMBERS, 0))
-        # # Lower numbers are those of members of the first start.
+        # Lower numbers are those of members of the first start.
         self._next = self._next or num_first(self._store)
         for number in range(self._next, total):
             self._waiting[number] = self._heartbeat.beats_of(number)
@@ -195,7 +195,7 @@ class Admission:
         admitted = _numbers(store, _ADMITTED)
         lives = self._heartbeat.beats_of(number) > self._waiting[number]
         if lives and number not in admitted:
-            # # An admitted joiner that no longer waits has joined, was refused, or is gone.
+            # An admitted joiner that no longer waits has joined, was refused, or is gone.
             waiting = [other for other in admitted if other in self._waiting]
             store.set(_ADMITTED, json.dumps([*waiting, number]))
         return True

@@ -223,7 +223,7 @@ class Keeper:
         threading.Thread(target=self._watch_store, name="keeper-store", daemon=True).start()
         signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
         while True:
-            # # Not `sigtimedwait`: if this process is stopped and continues after the timeout, that
+            # Not `sigtimedwait`: if this process is stopped and continues after the timeout, that
             # returns a signal that was never sent, from uninitialised memory.
             received = signal.sigwaitinfo(BLOCKED)
             if received.si_signo in _HANDED_ON:
@@ -251,7 +251,7 @@ class Keeper:
             return
         for worker in [worker for worker in self._workers if worker.is_due]:
             joiner = worker.replaced(f"{self._address}:{self._port}")
-            # # Of the workers on a device, remember only the first and the latest, however many are
+            # Of the workers on a device, remember only the first and the latest, however many are
             # lost.
             stay = [item for item in self._workers if item.is_first or item is not worker]
             self._workers = [*stay, joiner]
@@ -264,7 +264,7 @@ class Keeper:
         dead = self._dead()
         for worker in dead:
             if worker.member is None and not worker.is_joiner:
-                # # It wasn't a member yet, so the run can't begin without it.
+                # It wasn't a member yet, so the run can't begin without it.
                 return worker.code
         if self._has_members():
             return None
@@ -277,7 +277,7 @@ class Keeper:
             return None
         if outlook is _Outlook.GOES_ON and (self._serves or not self._is_told_to_end):
             return None
-        # # Joiners that weren't admitted end with this process. If code after training has failed,
+        # Joiners that weren't admitted end with this process. If code after training has failed,
         # the script has failed, whichever workers were lost before.
         failed = min(dead, key=lambda worker: worker.died_in_training is not False)
         return 0 if outlook is _Outlook.ENDED else failed.code
@@ -297,7 +297,7 @@ class Keeper:
 
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # # Every member of the run has several connections to the store.
+        # Every member of the run has several connections to the store.
         allow_files(os.getpid() if self._serves else os.getppid())
         try:
             store = TCPStore(
@@ -321,7 +321,7 @@ class Keeper:
         from lightning_hetero.runtime.generation import joiners, records
 
         dead = self._dead()
-        # # Report the dead first: others wait for that.
+        # Report the dead first: others wait for that.
         for worker in sorted(self._workers, key=lambda item: item not in dead):
             if worker.member is None:
                 continue
@@ -331,7 +331,7 @@ class Keeper:
                 worker.is_joiner = False
             if worker.code is None:
                 if records.reason_of(of_run, number) is not None:
-                    # # The other members count it as gone, and it hasn't noticed.
+                    # The other members count it as gone, and it hasn't noticed.
                     worker.signal(signal.SIGKILL)
             elif worker in dead and worker.died_in_training is None:
                 worker.died_in_training = not of_run.check([records.ENDED])
@@ -352,7 +352,7 @@ class Keeper:
             of_run = PrefixStore(prefix, store)
             outlook = _Outlook.OVER
             if joiners.has_never_entered(of_run, number):
-                # # A joiner of a run that others keep: whoever started it should learn at once that
+                # A joiner of a run that others keep: whoever started it should learn at once that
                 # it failed.
                 pass
             elif of_run.check([records.ENDED]):
@@ -361,7 +361,7 @@ class Keeper:
             elif records.is_anybody_left(of_run):
                 outlook = _Outlook.GOES_ON
             outlooks.add(outlook)
-        # # If the end of one worker is a failure, so is the end of this process.
+        # If the end of one worker is a failure, so is the end of this process.
         return max(outlooks, key=lambda outlook: outlook.value, default=None)
 
 

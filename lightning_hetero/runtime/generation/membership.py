@@ -144,7 +144,7 @@ class Membership:
             self._agree(number, list(dict.fromkeys([*expected, *called])), called, is_silent)
             formed = self._enter(number)
             if number == 0 and formed.world_size < len(expected):
-                # # With fewer processes the run would train something else than was asked for.
+                # With fewer processes the run would train something else than was asked for.
                 left = {member.number for member in formed.members}
                 lost = [f"rank {n}: {self.reason_of(n)}" for n in expected if n not in left]
                 raise PeerError(f"Ranks were lost before training began. {' '.join(lost)}")
@@ -164,12 +164,12 @@ class Membership:
             awaited = [other for other in expected if other not in gone]
             here = [other for other in awaited if other in come]
             missing = [other for other in awaited if other not in come]
-            # # The more members there are, the less often the later ones read the store: they are
+            # The more members there are, the less often the later ones read the store: they are
             # needed only if the first ones are lost.
             place = here.index(self.number) if self.number in here else len(here)
             num_looks += 1
             if num_looks % (_LOOKS_OF_FEW if place < _FEW else _LOOKS_OF_OTHERS) == 0:
-                # # A member that is here may freeze while it waits for the others.
+                # A member that is here may freeze while it waits for the others.
                 known = [n for n in here if n != self.number and n not in called]
                 self._judge([*known, *missing], missing if deadline.is_over else (), is_silent)
             if not missing:

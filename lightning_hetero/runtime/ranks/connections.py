@@ -51,8 +51,7 @@ class Connections:
 
     def __init__(self, *, may_end: bool = False) -> None:
         self._opened: _Opened = set()
-        # # Connections that exist already aren't a group's: one may be a membership's, to its
-        # store.
+        # Connections that exist already aren't a group's: one may be a membership's, to its store.
         self._kept: _Opened = _sockets() if may_end else set()
         self._may_end = may_end
         self._is_hung_up = False

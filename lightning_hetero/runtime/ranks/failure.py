@@ -94,7 +94,7 @@ class FailureDetector:
         self._rank = ring.rank
         self._timeout_s = timeout.total_seconds()
         self._silence_s = (silence or timeout).total_seconds()
-        # # In place, a rank's own work (a compilation, a file) may take as long as others wait for
+        # In place, a rank's own work (a compilation, a file) may take as long as others wait for
         # it.
         patience_s = _GRACE_S if ring.bulletin is None else ring.bulletin.patience_s
         self._grace_s = min(patience_s, self._timeout_s)
@@ -159,10 +159,10 @@ class FailureDetector:
         if watch is not None:
             watch.wakes_judge.set()
         if self._judging is not None:
-            # # Communicators never end their own threads if another thread destroys them.
+            # Communicators never end their own threads if another thread destroys them.
             self._judging.join(10 * self._interval_s)
         if self._aborting is not None:
-            # # A thread that is late would close what the next generation has opened. And if Python
+            # A thread that is late would close what the next generation has opened. And if Python
             # ends meanwhile, a thread that returns from C++ is unwound by force, through code that
             # mustn't raise: "terminate called without an active exception".
             self._aborting.join(10 * self._interval_s)
@@ -221,8 +221,7 @@ class FailureDetector:
         heard = self._heartbeat
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
             return _STORE_IS_GONE if self._ring.bulletin is None else _STORE_OF_OTHERS_IS_GONE
-        # # Measured in rounds of the heartbeat: while the store doesn't answer, peers can't be
-        # seen.
+        # Measured in rounds of the heartbeat: while the store doesn't answer, peers can't be seen.
         if watch.peer_silence_s > patience_s:
             heard.tell(watch.peer, _describe_silent(watch.peer))
         return None

@@ -233,18 +233,17 @@ class Heartbeat:
                 self._wake.clear()
             self._say_goodbye()
         except Exception:
-            # # The client's own errors have many types, and the process may be partly torn down.
+            # The client's own errors have many types, and the process may be partly torn down.
             self.is_store_gone = True
 
     def _pause_s(self) -> float:
         """Return the seconds until the next round."""
         watch = self._watch
-        # # News of a failed rank come within moments; after this time only silence tells.
+        # News of a failed rank come within moments; after this time only silence tells.
         is_over = time.monotonic() - self._suspected_at_s > 6 * self.interval_s
         if watch is None or is_over or watch.failure is not None:
             return self.interval_s
-        # # With more than 100 ranks each waits longer, so that the store gets no more calls in
-        # total.
+        # With more than 100 ranks each waits longer, so that the store gets no more calls in total.
         return min(max(0.01, 1e-4 * len(watch.ring.numbers)), self.interval_s)
 
     def _round(self) -> None:

@@ -142,7 +142,7 @@ def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> 
             if heard_word == word:
                 store.add(f"confirmed/{name}", 1)
                 return str(name)
-        # # All ranks together ask the store no more often than a hundred ranks would.
+        # All ranks together ask the store no more often than a hundred ranks would.
         time.sleep(max(0.01, 1e-4 * world_size))
     raise _late(
         global_rank,
