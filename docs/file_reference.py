@@ -22,10 +22,10 @@ __all__ = ["reference"]
 
 _INTRODUCTION = """# Cluster, model, plan and profile files
 
-Cluster and model files are YAML, plans and profiles JSON. An unknown, misspelt or duplicate key is an
-error, which says where in the file it is. Numbers of bytes, bytes per second, FLOP/s and seconds may
-have a unit: `80 GiB`, `12.5 GB/s`, `400 Gbit/s`, `312 TFLOP/s`, `20 us`. A number without a unit is
-in the unit of its field.
+Cluster and model files are YAML, plans and profiles JSON. An unknown, misspelt or duplicate key is
+an error, which says where in the file it is. Numbers of bytes, bytes per second, FLOP/s and seconds
+may have a unit: `80 GiB`, `12.5 GB/s`, `400 Gbit/s`, `312 TFLOP/s`, `20 us`. A number without a
+unit is in the unit of its field.
 
 `make docs` generates this page from the dataclasses.
 """
