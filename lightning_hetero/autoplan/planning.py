@@ -138,7 +138,7 @@ class PlanRequest:
         """
         if isinstance(self.plan, AutoPlan) and self.plan.cluster is not None and not first_ranks:
             rank_zero_warn(
-                "The given cluster doesn't describe the devices of joiners, so devices are detected."
+                "The given cluster doesn't name the devices of joiners, so devices are detected."
             )
             return replace(self, plan=replace(self.plan, cluster=None))
         try:
