@@ -154,8 +154,8 @@ class EmulatedDevices(Callback):
         self.memory_bytes = memory_bytes
         if not self.slowdowns or not all(slowdown >= 1 for slowdown in self.slowdowns):
             raise ConfigurationError(
-                f"EmulatedDevices has slowdowns {list(self.slowdowns)}; give one for each rank, 1 or "
-                "more, because sleeping makes nothing faster."
+                f"EmulatedDevices has slowdowns {list(self.slowdowns)}; give one for each rank, "
+                "1 or more, because sleeping makes nothing faster."
             )
 
     @override

@@ -249,7 +249,7 @@ class RunWatch:
         now_s, cost_s = self.base_s(), self._policy.cost_s(best.mitigation)
         lost_s = (now_s - best.iteration_s) * (self._step - self._plan_since)
         if best.iteration_s <= (1.0 - _LEAST_GAIN) * now_s and lost_s >= cost_s:
-            reason = f"another would have saved {lost_s:.2f} s so far, a change costs {cost_s:.2f} s"
+            reason = f"another would have saved {lost_s:.2f} s, a change costs {cost_s:.2f} s"
             if not self._config.replaces_plan:
                 reason += "; it was given, so it stays"
             choice = replace(best, is_lasting=True)
