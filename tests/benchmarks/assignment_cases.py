@@ -23,8 +23,8 @@ from lightning_hetero.assign import (
 )
 from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
-from lightning_hetero.planner.proposing.proposal import Scheme, draw_iteration
-from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
+from lightning_hetero.planner.proposing.proposal import draw_iteration
+from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
 from tests.assign.model_memory import ModelMemory, max_len
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared/data"

@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_hetero.assign import PipelineCost, assign_iteration
-from lightning_hetero.planner.proposing.proposal import Scheme, propose
+from lightning_hetero.planner.proposing.proposal import propose
+from lightning_hetero.planner.proposing.relaxation import Scheme
 from tests.benchmarks.assignment_cases import (
     LENGTH_SETS,
     Assign,

@@ -29,15 +29,9 @@ from lightning_hetero.planner.columns import ColumnTimes
 from lightning_hetero.planner.hosts import check_hosts, cost_on_hosts
 from lightning_hetero.planner.master import Master
 from lightning_hetero.planner.placement import MappingOrder, Option, place, to_plan
-from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
-from lightning_hetero.planner.proposing.proposal import (
-    Scheme,
-    choose_together,
-    draw_iteration,
-    propose,
-)
-from lightning_hetero.planner.proposing.sequence_room import SequenceRoom, with_budgets
-from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
+from lightning_hetero.planner.proposing.pipeline_costs import PipelineRoom, plan_costs, with_budgets
+from lightning_hetero.planner.proposing.proposal import choose_together, draw_iteration, propose
+from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
 from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, devices_line, host_bytes
@@ -133,7 +127,7 @@ def _with_host_owners(found: CandidatePlans, cost: CostModel) -> CandidatePlans:
         rank
         for plan, costs in zip(found.plans, found.costs, strict=True)
         for pipeline, item in zip(plan.pipelines, costs, strict=True)
-        for rank in SequenceRoom(pipeline, cost, plan.num_pipelines).ranks_without(item.max_len)
+        for rank in PipelineRoom(pipeline, cost, plan.num_pipelines).ranks_without(item.max_len)
     }
     plans = tuple(replace(plan, host_owners=tuple(sorted(owners))) for plan in found.plans)
     for plan in plans:
