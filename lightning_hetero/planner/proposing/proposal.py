@@ -218,7 +218,7 @@ class _Estimates:
         """Return the plans that are best together, the first of which holds `longest` tokens."""
         plans = sorted(self._known)
         values = np.array([self._known[plan] for plan in plans])
-        roomy = np.array(plans)[:, self._schemes.table.max_len >= longest].any(axis=1)
+        roomy = np.array(plans)[:, self._schemes.table.max_len >= longest].sum(axis=1) > 0
         return [plans[index] for index in choose_together(values, roomy, self._most)]
 
     def is_unbeatable(self, chosen: Sequence[_Counts]) -> bool:

@@ -59,7 +59,7 @@ class SchemeTable:
         """[K, types] devices of each type that a pipeline takes."""
         self.available: IntArray = np.array([num_devices.get(name, 0) for name in types])
         """[types] devices of the cluster."""
-        self.usable: BoolArray = (self.devices <= self.available).all(axis=1)
+        self.usable: BoolArray = np.asarray((self.devices <= self.available).all(axis=1))
         """[K] whether the cluster has the devices of one pipeline."""
 
     def alone_s(self, longest: IntArray) -> FloatArray:
