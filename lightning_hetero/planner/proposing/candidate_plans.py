@@ -44,6 +44,8 @@ _Group = tuple[Option, ...]
 _Costs = tuple[PipelineCost, ...]
 """The costs of a plan's pipelines."""
 _TOGETHER = MappingOrder.STAGES_TOGETHER
+_NUM_SPARE = 8
+"""Plans that are tried besides those that were chosen by estimates, which may be 5 % off."""
 _MAX_STAGES = 16
 _MIXED_COUNTS = (1, 2, 4)
 """Stages on each of a mixed pipeline's two device types."""
@@ -192,6 +194,7 @@ class _CandidateSearch:
             tokens_per_iteration=self.tokens,
             most=self.options.num_candidate_plans,
             seed=self.options.seed,
+            num_spare=_NUM_SPARE,
         )
         found = {}
         for counts in proposals:

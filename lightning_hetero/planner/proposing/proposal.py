@@ -75,6 +75,7 @@ def propose(
     tokens_per_iteration: int,
     most: int,
     seed: int = 0,
+    num_spare: int = 0,
 ) -> list[_Counts]:
     """Return pipelines of each scheme for candidates, the one that serves every iteration first.
 
@@ -85,6 +86,7 @@ def propose(
         tokens_per_iteration: Tokens that all pipelines together take an iteration.
         most: Most candidates, 1 or more.
         seed: Seed of the iterations drawn.
+        num_spare: Plans that are returned besides, the best ones alone: estimates may be wrong.
 
     Raises:
         PlanningError: No scheme holds the longest sequence on the devices there are.
@@ -114,7 +116,8 @@ def propose(
         before, chosen = chosen, tried.best(longest)
         if chosen == before:
             break
-    return chosen
+    spare = [plan for plan in tried.best_alone() if plan not in chosen]
+    return chosen + spare[:num_spare]
 
 
 class _WholePlans:
@@ -220,6 +223,10 @@ class _Estimates:
         values = np.array([self._known[plan] for plan in plans])
         roomy = np.array(plans)[:, self._schemes.table.max_len >= longest].sum(axis=1) > 0
         return [plans[index] for index in choose_together(values, roomy, self._most)]
+
+    def best_alone(self) -> list[_Counts]:
+        """Return all plans, the one of the least mean first."""
+        return sorted(self._known, key=lambda plan: (self._known[plan].mean(), plan))
 
     def is_unbeatable(self, chosen: Sequence[_Counts]) -> bool:
         """Return whether every iteration takes as long as its longest sequence alone."""
