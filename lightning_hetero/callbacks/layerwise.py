@@ -46,7 +46,6 @@ from lightning_hetero.checkpoint import (
     SavedCheckpoint,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.live import NothingLive
 from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.strategy.run import note, run_of
@@ -178,7 +177,7 @@ class LayerwiseCheckpoint(Checkpoint):
             run.trained_at_first = owned.trains()
         goes_on, needs = _goes_on(trainer), owned.needs()
         live = self._live.recover(needs, self._peers) if goes_on else None
-        why_not_live = live.why if isinstance(live, NothingLive) else None
+        why_not_live = live if isinstance(live, str) else None
         self._access = access = Access(
             self.places,
             self._peers,

@@ -7,6 +7,7 @@ which the package can read.
 
 import io
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -127,39 +128,29 @@ def _as_bytes(rows: torch.Tensor) -> memoryview:
 
 
 def encode_part(
-    content: CheckpointContent,
-    copies: Mapping[tuple[int, str], torch.Tensor],
-    metadata: Mapping[str, bytes],
-    *,
-    block_bytes: int | None = None,
+    content: CheckpointContent, metadata: Mapping[str, bytes], *, block_bytes: int | None = None
 ) -> tuple[list[FileBody], list[SliceEntry]]:
     """Return the files of a part and the manifest's entries of its slices.
 
     Args:
-        content: The state; its own tensors may have changed since it was copied.
-        copies: The tensors on the host, see `tensors_of`.
+        content: The state, in host memory.
         metadata: Names and contents of the metadata files, at least one.
         block_bytes: Bytes that one checksum covers; `BLOCK_BYTES` if None.
     """
     bodies = [FileBody(name, None, data) for name, data in metadata.items()]
-    entries: dict[int, list[TensorEntry]] = {i: [] for i in range(len(content.slices))}
-    for unit in sorted({item.unit for item in content.slices}):
-        members = [i for i, item in enumerate(content.slices) if item.unit == unit]
-        weights = [(i, WEIGHT) for i in members]
-        states = [
-            (i, key)
-            for i in members
-            for key in (*content.slices[i].state, *content.slices[i].whole_state)
-        ]
-        for kind, tensors in (("weights", weights), ("optimizer", states)):
-            if tensors:
-                unit_name = name_of_unit(unit, content.num_layers)
-                name = f"{unit_name}.part-{content.global_rank:05d}.{kind}.safetensors"
-                found = [(content.slices[i], key, copies[i, key]) for i, key in tensors]
-                body, made = _encode_file(name, unit, found)
-                for (index, _), entry in zip(tensors, made, strict=True):
-                    entries[index].append(entry)
-                bodies.append(body)
+    files: dict[tuple[int, bool], list[tuple[int, str, torch.Tensor]]] = defaultdict(list)
+    for index, item in enumerate(content.slices):
+        for key, tensor in item.tensors.items():
+            files[item.unit, key != WEIGHT].append((index, key, tensor))
+    entries: list[list[TensorEntry]] = [[] for _ in content.slices]
+    for (unit, is_state), tensors in sorted(files.items()):
+        kind = "optimizer" if is_state else "weights"
+        part = f"{name_of_unit(unit, content.num_layers)}.part-{content.global_rank:05d}"
+        found = [(content.slices[index], key, tensor) for index, key, tensor in tensors]
+        body, made = _encode_file(f"{part}.{kind}.safetensors", unit, found)
+        bodies.append(body)
+        for (index, _, _), entry in zip(tensors, made, strict=True):
+            entries[index].append(entry)
     for body in bodies:
         body.block_bytes = block_bytes or BLOCK_BYTES
     slices = [
@@ -171,9 +162,9 @@ def encode_part(
             start=item.start,
             stop=item.stop,
             scalars=dict(item.scalars),
-            tensors=tuple(entries[i]),
+            tensors=tuple(found),
         )
-        for i, item in enumerate(content.slices)
+        for item, found in zip(content.slices, entries, strict=True)
     ]
     return bodies, slices
 

@@ -1,4 +1,4 @@
-"""The places of one node's checkpoints: copy parts, confirm checkpoints, delete old ones.
+"""The places of one node's checkpoints: write and copy parts, confirm checkpoints, delete old ones.
 
 A checkpoint has one *part* for each rank. A part is *whole* in a place if its manifest is valid and
 every file has the size that the manifest says. A checkpoint is *complete* if the places together
@@ -9,11 +9,14 @@ that a part that is half deleted doesn't count.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from lightning_hetero.checkpoint.content import CheckpointContent, refuse_nonfinite
 from lightning_hetero.checkpoint.deadlines import Followed
+from lightning_hetero.checkpoint.encoding import encode_part, make_manifest
 from lightning_hetero.checkpoint.manifest import (
     BlockChecksums,
     Buffer,
@@ -33,6 +36,7 @@ __all__ = [
     "REJECTED",
     "Location",
     "Source",
+    "StoredPart",
     "Tier",
     "TierKind",
     "TornError",
@@ -45,8 +49,10 @@ __all__ = [
     "remove_checkpoints",
     "remove_files",
     "source_of",
-    "write_manifest",
+    "write_part",
 ]
+
+_log = logging.getLogger(__name__)
 
 CONFIRMED = "confirmed"
 """Name of the file that marks a checkpoint as saved by all ranks."""
@@ -174,8 +180,72 @@ def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartM
     return manifest
 
 
-def write_manifest(store: Store, manifest: PartManifest) -> None:
-    """Write a part's manifest, after all of its files: only then the part exists."""
+@dataclass(frozen=True)
+class StoredPart:
+    """One rank's part after `write_part`."""
+
+    manifest: PartManifest
+    stores: Mapping[TierKind, Store]
+    """The stores that have it, by kind of tier, fastest first; the remote one only if no own tier
+    has it."""
+    errors: Sequence[str]
+    """For each tier that doesn't have it, why."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each of its files, by name in a store."""
+        folder = self.manifest.id.folder
+        return {f"{folder}/{entry.name}": entry.size_bytes for entry in self.manifest.files}
+
+
+def write_part(
+    content: CheckpointContent,
+    metadata: Mapping[str, bytes],
+    own: Sequence[Tier],
+    remote: Tier | None,
+    progress: Progress,
+) -> StoredPart:
+    """Write a part into all own tiers that take it, else into the remote one.
+
+    The manifest comes last: only then the part exists. What a tier has taken of a part before it
+    failed is deleted, so that a full disk doesn't fill up with useless files.
+
+    Args:
+        content: The state, in host memory.
+        metadata: See `encode_part`.
+        own: The node's own tiers, fastest first.
+        remote: The remote tier, None if there is none.
+        progress: Ticks with every chunk.
+
+    Raises:
+        CheckpointError: The state isn't finite or can't be encoded.
+    """
+    refuse_nonfinite(content.slices, f"at {content.id}, which is therefore not saved")
+    bodies, slices = encode_part(content, metadata)
+    folder, errors = content.id.folder, []
+    stores: dict[TierKind, Store] = {}
+    for tier in (*own, remote):
+        if tier is None or (stores and tier is remote):
+            continue
+        try:
+            for body in bodies:
+                tier.store.write(f"{folder}/{body.name}", Followed(body, progress))
+            _write_manifest(tier.store, make_manifest(content, bodies, slices))
+            stores[tier.kind] = tier.store
+        except Exception as error:
+            # Stores raise all kinds of errors; the next tier may still take the part.
+            text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
+            _log.warning("%s", text)
+            errors.append(text)
+            # After a tier that has hung, the next one gets the full time again.
+            progress.tick()
+            names = [f"{folder}/{body.name}" for body in bodies]
+            with contextlib.suppress(Exception):
+                remove_files(tier.store, [manifest_name(content.id, content.global_rank), *names])
+    return StoredPart(make_manifest(content, bodies, slices), stores, errors)
+
+
+def _write_manifest(store: Store, manifest: PartManifest) -> None:
     store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
 
 
@@ -185,7 +255,7 @@ def copy_part(source: Readable, target: Store, manifest: PartManifest, progress:
         chunks = Followed(_StoredFile(source, manifest, entry), progress)
         target.write(f"{manifest.id.folder}/{entry.name}", chunks)
     progress.refuse_if_late()
-    write_manifest(target, manifest)
+    _write_manifest(target, manifest)
 
 
 @dataclass(frozen=True)

@@ -2,15 +2,14 @@
 
 `save` copies the rank's state to host memory (`snapshot`) and returns. After that, in order:
 
-1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
+1. A thread writes the part into the node's own tiers: files first, manifest last (`tiers`). Then
+   the host memory is free for the next snapshot.
 2. All ranks tell each other which tiers have taken their parts (`commit`). They wait for ranks with
    slow storage, and send copies to other nodes.
-3. If one kind of tier, such as the disks, has the parts of all ranks and their copies, it is
+3. Another thread uploads the part to the remote tier, so a slow remote delays no later checkpoint.
+4. If one kind of tier, such as the disks, has the parts of all ranks and their copies, it is
    *sound*: the checkpoint is marked as confirmed there, and old ones are deleted. If it failed on
    any rank, nothing is deleted.
-4. The host memory is free for the next snapshot.
-5. Another thread uploads the part to the remote tier, so a slow remote delays no later checkpoint
-   (`storing`).
 
 This takes memory for one copy of the rank's slices and a few chunks, however slow the tiers are. A
 failure is logged, and the next checkpoint tries again. Only if no lasting tier (disk or remote) has
@@ -68,7 +67,7 @@ class SavedCheckpoint:
         self._local.result(timeout_s)
 
     def wait_until_uploaded(self, timeout_s: float | None = None) -> bool:
-        """Wait until this rank's part is in the remote tier; return False if it was skipped.
+        """Wait until all ranks' parts are in the remote tier; return False if it was skipped.
 
         While another upload runs, a part waits for the next save or for `upload_newest`.
         """
@@ -85,7 +84,7 @@ class CheckpointWriter:
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
         node_of_rank: Name of each rank's node.
-        peers: All ranks; the writer's thread uses a `branch` of them.
+        peers: All ranks; the writer's threads use branches of them.
         options: How to write.
     """
 
@@ -111,9 +110,7 @@ class CheckpointWriter:
         self._stall_s = options.stall_s
         self._memory = HostBuffer(options.stall_s)
         self._thread = BackgroundThread("checkpoint-commit")
-        self._committer = Committer(
-            tiers, tuple(node_of_rank), (peers or Peers()).branch(), options
-        )
+        self._committer = Committer(tiers, tuple(node_of_rank), peers or Peers(), options)
         self._last: Future[None] | None = None
 
     def save(self, content: CheckpointContent, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
@@ -132,7 +129,7 @@ class CheckpointWriter:
         start_s = time.perf_counter()
         metadata = metadata_files(content)
         snapshot = self._take(content)
-        task = SaveTask(content, snapshot, metadata, frozenset(leaving))
+        task = SaveTask(content.id, snapshot, metadata, frozenset(leaving))
         self._last = self._thread.submit(self._committer.write, task)
         return SavedCheckpoint(
             id=content.id,
@@ -169,7 +166,7 @@ class CheckpointWriter:
 
         All ranks call it, if no other save follows soon; the upload goes on after it returns.
         """
-        self._thread.submit(self._committer.uploads.start_deferred)
+        self._thread.submit(self._committer.upload_deferred)
 
     def leave(self) -> None:
         """End the threads once they have finished their work; doesn't wait."""
@@ -183,13 +180,12 @@ class CheckpointWriter:
         Raises:
             CheckpointError: No lasting tier has it from all ranks; raised on all ranks.
         """
-        end, is_safe = self._thread.submit(self._committer.finish), False
+        end, is_safe, why = self._thread.submit(self._committer.finish), False, ""
         try:
             self._wait_for(end)
             is_safe = end.result()
         except (TimeoutError, PeerError) as error:
-            self._committer.lasting.note(f"The end wasn't awaited: {error}")
+            why = f"The end wasn't awaited: {error}"
         self.leave()
-        newest = self._committer.lasting.begun
-        if newest is not None and not is_safe:
-            raise self._committer.lasting.error(newest)
+        if not is_safe:
+            raise self._committer.error(why)

@@ -22,7 +22,7 @@ a shortest path over (stages from the end, layers placed). A stage's position fr
 many micro-batches it holds, hence its memory and the least recomputation that fits (`stages`). The
 seconds of pulls, pushes and steps depend on D, so there is a master for each D worth trying, and
 for each of two orders of placement: what stays on a node decides how slow links count (`columns`).
-Pipelines of few micro-batches have other layers than balanced ones (`balancing`).
+Pipelines of few micro-batches have other layers than balanced ones (`splitting`).
 
 Whole mixes are placed on nodes (`placement`), micro-batches are dealt to them (`pace`), memory
 is settled (`memory`, `hosts`), and the simulator judges (`judge`). One local search improves the
@@ -30,9 +30,9 @@ best plans (`improve`): a layer, a micro-batch, a device, a degree, two places s
 that runs, `plan(start=...)`, is among those that are judged, so no worse plan is returned. `bound`
 prices a master without links and exchange to optimality: no plan is faster.
 
-Read in this order: `workload`, `stages`, `columns`, `pricing`, `master`, `placement`, `pace`,
-`memory`, `judge`, `neighbourhood`, `improve`, `fastest`, `bound`, `search`. `proposing` uses the
-same columns for samples of varied lengths (Hydraulis §7).
+Read in this order: `workload`, `stages`, `columns`, `pricing`, `splitting`, `master`, `placement`,
+`pace`, `memory`, `judge`, `neighbourhood`, `improve`, `fastest`, `bound`, `search`. `proposing`
+uses the same columns for samples of varied lengths (Hydraulis §7).
 """
 
 from lightning_hetero.planner.proposing.candidate_plans import (

@@ -149,8 +149,8 @@ class _Bound:
         """Return the layers that fit into a stage that owns nothing, or is a lone pipeline's."""
         most = 0
         for ownership in (Ownership(max(2, self.total), True), Ownership(1)):
-            table = self.stages.table(option, ownership, False, False)
-            fits = np.isfinite(table.total_s[:, 0]).any(axis=0)
+            table, index = self.stages.table(ownership), self.stages.index[option]
+            fits = np.isfinite(table.total_s[0, index, 0])
             most = max(most, int(np.flatnonzero(fits).max(initial=0)))
         return most
 

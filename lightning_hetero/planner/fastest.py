@@ -14,7 +14,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.columns import Column
 from lightning_hetero.planner.improve import Improver
-from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.judge import Candidate, Judge, Pipeline
 from lightning_hetero.planner.master import Master, Mix
 from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import MappingOrder, Option, place, share_nodes
@@ -111,7 +111,7 @@ class FastestPlans:
         most_work = _WORK if self.task.options.thorough else _WORK // 8
         alike: dict[int, list[Candidate]] = {}
         for item in ranked:
-            alike.setdefault(len(item.layers), []).append(item)
+            alike.setdefault(len(item), []).append(item)
         found = []
         for starts in list(alike.values())[:_NUMBERS]:
             found.append(Improver(self.judge, most_work // 4).improve(starts[:_ALIKE]))
@@ -280,12 +280,8 @@ class FastestPlans:
         dealt = deal(known, sizes, total, equally=self.judge.equally)
         if dealt is None:
             return None
-        return Candidate(
-            arrangement=arrangement,
-            layers=tuple(column.layers for column in columns),
-            sizes=tuple(sizes),
-            counts=tuple(dealt),
-        )
+        rows = zip(arrangement, columns, dealt, strict=True)
+        return tuple([Pipeline(stages, c.layers, c.size, count) for stages, c, count in rows])
 
     def _narrower(
         self, master: Master, columns: list[Column]
@@ -310,9 +306,8 @@ class FastestPlans:
     def _candidate_of(self, start: ParallelPlan) -> Candidate | None:
         """Return the plan that runs as a candidate; None if these nodes can't run it."""
         cost, usual = self.judge.cost, self.task.workload.sequences_per_microbatch
-        rows, free = [], list(self.any_stages.counts)
-        pipelines = [*map(without_chunks, start.pipelines)]
-        for pipeline in pipelines:
+        free, found = list(self.any_stages.counts), []
+        for pipeline in map(without_chunks, start.pipelines):
             stages = []
             for stage in pipeline.stages:
                 nodes = {cost.node_of_rank[r] for r in stage.ranks if r < len(cost.node_of_rank)}
@@ -321,24 +316,21 @@ class FastestPlans:
                 (node,) = nodes
                 free[node] -= stage.tp_degree
                 stages.append((node, stage.tp_degree))
-            rows.append(stages)
-        sizes = [pipeline.microbatch_size or usual for pipeline in start.pipelines]
-        counts = [pipeline.num_microbatches or 0 for pipeline in start.pipelines]
-        samples = sum(a * b for a, b in zip(sizes, counts, strict=True))
-        if min(free) < 0 or min(counts) < 1 or samples != self.task.workload.global_batch_size:
-            return None
-        options = {option for row in rows for option in self.judge.options(row)}
-        if not options <= set(self.any_stages.options):
-            return None
-        if not set(sizes) <= self.stages.keys() or start.num_layers != self.any_stages.num_layers:
-            return None
-        candidate = Candidate(
-            arrangement=tuple(map(tuple, rows)),
-            layers=tuple(tuple(len(s.layers) for s in p.stages) for p in pipelines),
-            sizes=tuple(sizes),
-            counts=tuple(counts),
+            layers = tuple(len(stage.layers) for stage in pipeline.stages)
+            size, count = pipeline.microbatch_size or usual, pipeline.num_microbatches or 0
+            found.append(Pipeline(tuple(stages), layers, size, count))
+        samples = sum(pipeline.size * pipeline.num_microbatches for pipeline in found)
+        options = {option for pipeline in found for option in self.judge.options(pipeline.stages)}
+        can_run = (
+            min(free) >= 0
+            and all(pipeline.num_microbatches for pipeline in found)
+            and samples == self.task.workload.global_batch_size
+            and options <= set(self.any_stages.options)
+            and {pipeline.size for pipeline in found} <= self.stages.keys()
+            and start.num_layers == self.any_stages.num_layers
         )
-        return candidate if self.judge.plan(candidate) is not None else None
+        candidate = tuple(found)
+        return candidate if can_run and self.judge.plan(candidate) is not None else None
 
 
 def _distinct(mixes: list[tuple[Master, Mix]]) -> list[tuple[Master, Mix]]:

@@ -24,9 +24,9 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
-from lightning_hetero.planner.memory import idle_capacity
 from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
+from lightning_hetero.planner.splitting import best_layers
 
 __all__ = ["Master", "Mix"]
 
@@ -93,8 +93,8 @@ class Master:
         if self.by_room:
             for index, (kind, degree, _) in enumerate(rows):
                 if degree == 1:
-                    device = cost.cluster.nodes[self.stages.node_of_class[kind]].device
-                    idle[index] = idle_capacity(cost, device, self.ownership.num_pipelines)
+                    node = self.stages.node_of_class[kind]
+                    idle[index] = self.stages.idle_room(node, self.ownership.num_pipelines)
         self.idle_room = np.array(idle)
         self.needed_room = cost.model.num_params - float(self.idle_room @ self.stages.limits)
 
@@ -148,10 +148,11 @@ class Master:
 
     def _guess(self) -> tuple[float, Duals]:
         """Return T and duals as if every device worked all the time at its best speed."""
-        stages, inner = self.stages, self.pricing[0].inner[0]
+        stages = self.stages
+        inner = next(iter(self.times.values())).table.total_s[0]
         sizes = np.arange(1, stages.num_layers + 1)
         size = stages.workload.sequences_per_microbatch
-        rates = size * (sizes / inner[..., 1:]).max(axis=(1, 2, 3))
+        rates = size * (sizes / inner[..., 1:]).max(axis=(1, 2))
         speed = dict.fromkeys(stages.devices, 0.0)
         for option, rate in zip(stages.options, rates.tolist(), strict=True):
             speed[option.node_class] = max(speed[option.node_class], rate / option.tp_degree)
@@ -328,7 +329,9 @@ class Master:
         times, count = self.times[column.size], max(1, round(share))
         found = [column]
         turned = _turned(column.options)
-        every = times.splits.of([(options, None, count) for options in turned])
+        every = best_layers(
+            times, [(Column(options, (), column.size), count) for options in turned]
+        )
         for options, layers in zip(turned, every, strict=True):
             if layers:
                 found.append(column._replace(options=options, layers=layers))

@@ -72,6 +72,8 @@ def to_plan(
     layers: Sequence[Sequence[int]],
     num_microbatches: Sequence[int | None],
     cluster: Cluster,
+    *,
+    sizes: Sequence[int | None] | None = None,
 ) -> ParallelPlan:
     """Assign ranks to the stages and return the plan.
 
@@ -80,6 +82,7 @@ def to_plan(
         layers: Layers of each stage, as [pipeline][stage].
         num_microbatches: Micro-batches of each pipeline; None leaves them open.
         cluster: The cluster whose nodes the arrangement names.
+        sizes: Samples of each pipeline's micro-batches; None leaves them to the workload.
     """
     free = []
     first = 0
@@ -98,13 +101,14 @@ def to_plan(
         ranks[index, stage] = tuple(range(free[node_index], stop))
         free[node_index] = stop
     pipelines = []
-    for index, (row, count) in enumerate(zip(layers, num_microbatches, strict=True)):
+    own = sizes or [None] * len(layers)
+    for index, (row, count, size) in enumerate(zip(layers, num_microbatches, own, strict=True)):
         stops = itertools.accumulate(row)
         stages = tuple(
-            StagePlan(ranks=ranks[index, stage], layers=range(stop - size, stop))
-            for stage, (size, stop) in enumerate(zip(row, stops, strict=True))
+            StagePlan(ranks=ranks[index, stage], layers=range(stop - number, stop))
+            for stage, (number, stop) in enumerate(zip(row, stops, strict=True))
         )
-        pipelines.append(PipelinePlan(stages=stages, num_microbatches=count))
+        pipelines.append(PipelinePlan(stages=stages, num_microbatches=count, microbatch_size=size))
     return ParallelPlan(pipelines=tuple(pipelines))
 
 

@@ -73,7 +73,7 @@ class Pricing:
     def __init__(self, times: ColumnTimes) -> None:
         self.times, self.stages = times, times.stages
         self.num_layers = self.stages.num_layers
-        options, ownership = self.stages.options, times.ownership
+        options = self.stages.options
         near = times.order is MappingOrder.PIPELINES_TOGETHER
         self.hops_s = np.array(
             [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
@@ -83,15 +83,8 @@ class Pricing:
         self.is_wide = False
         """Whether the best pipelines of every number of stages are found, too."""
 
-        def tables(first: bool, last: bool) -> tuple[FloatArray, FloatArray]:  # noqa: FBT001
-            rows = [self.stages.table(option, ownership, first, last) for option in options]
-            return np.stack([row.total_s for row in rows]), np.stack([row.room for row in rows])
-
-        # [options, variants, in flight, layers] seconds and room.
-        self.inner, self.last = tables(False, False), tables(False, True)
-        self.first, self.only = tables(True, False), tables(True, True)
         self.first_s = np.stack([times.first_s(option) for option in options])
-        fastest_s = self.inner[0][..., 1:].min()
+        fastest_s = times.table.total_s[0, ..., 1:].min()
         if self.hops_s.max(initial=0.0) > _SLOW_LINK * self.num_layers * fastest_s:
             self.waits = _WAITS
 
@@ -101,11 +94,10 @@ class Pricing:
     @cached_property
     def levels(self) -> list[FloatArray]:
         """All seconds that a stage may take for a micro-batch, for each share of its links."""
-        found = []
+        found, total_s = [], self.times.table.total_s
         for wait in self.waits:
-            links_s = wait * self.hops_s[:, None, None, None]
-            several = [(t[0] + links_s).ravel() for t in (self.inner, self.first, self.last)]
-            every = np.concatenate([*several, self.only[0].ravel()])
+            every = total_s + wait * self.hops_s[:, None, None]
+            every[3] = total_s[3]  # A lone stage sends nothing.
             found.append(np.unique(np.round(every[np.isfinite(every)], 12)))
         return found
 
@@ -250,9 +242,7 @@ class Pricing:
         stale = 0
         worth = time_s / levels + 1 - duals.pipeline
         for position in range(self.stages.max_stages):
-            is_last = position == 0
-            ends = self.only if is_last else self.first
-            edge = self._edge(ends, wait, position, levels, prices, duals, is_first=True)
+            edge = self._edge(2, wait, position, levels, prices, duals)
             total = paths[-1][:, ::-1] + edge.min(axis=1)
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
@@ -262,10 +252,9 @@ class Pricing:
             at[better] = position
             closing.append(edge)
             values.append(value)
-            middle = self.last if is_last else self.inner
             if stale > _STALE or position + 1 >= self.stages.max_stages:
                 break
-            edge = self._edge(middle, wait, position, levels, prices, duals, is_first=False)
+            edge = self._edge(0, wait, position, levels, prices, duals)
             edges.append(edge)
             paths.append(_joined(paths[-1], edge.min(axis=1)))
             if not np.isfinite(paths[-1]).any():
@@ -278,29 +267,29 @@ class Pricing:
         columns = self._columns(paths, edges, closing, distinct)
         return [(level, column) for (level, _), column in zip(distinct, columns, strict=True)]
 
-    def _edge(  # noqa: PLR0913
+    def _edge(
         self,
-        tables: tuple[FloatArray, FloatArray],
+        end: int,
         wait: float,
         position: int,
         levels: FloatArray,
         prices: FloatArray,
         duals: Duals,
-        *,
-        is_first: bool,
     ) -> FloatArray:
-        """Return [levels, options, layers] costs of a stage at a position."""
-        links_s = self.hops_s[:, None, None] * (not is_first or position > 0)
-        position = min(position, tables[0].shape[2] - 1)
-        seconds, room = (item[:, :, position] for item in tables)
-        end_s = seconds + links_s + self.first_s[:, None] * is_first
-        cost = end_s[None] / levels[:, None, None, None] + prices[:, :, None, None]
-        cost -= duals.room * room
+        """Return [levels, options, layers] costs of a stage, a first one if `end` is 2."""
+        table, index = self.times.table, (end + (position == 0), slice(None), position)
+        seconds, is_lone = table.total_s[index], end and not position
+        links_s = self.hops_s[:, None] * (not is_lone)
+        end_s = seconds + links_s + self.first_s * bool(end)
+        cost = (
+            end_s[None] / levels[:, None, None]
+            + prices[:, :, None]
+            - duals.room * table.room[index]
+        )
         busy = seconds + wait * links_s
-        cost = np.where(busy[None] <= levels[:, None, None, None] * (1 + 1e-9), cost, np.inf)
+        cost = np.where(busy[None] <= levels[:, None, None] * (1 + 1e-9), cost, np.inf)
         cost[..., 0] = np.inf
-        least: FloatArray = cost.min(axis=2)
-        return least
+        return cost
 
     def _columns(
         self,

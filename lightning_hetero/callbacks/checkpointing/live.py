@@ -36,15 +36,9 @@ from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
     Recovered,
-    SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.live import (
-    LiveState,
-    NothingLive,
-    NothingYet,
-    recover_live,
-)
+from lightning_hetero.checkpoint.live import LiveState, recover_live
 from lightning_hetero.exchange.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.strategy.run import run_of
@@ -54,15 +48,15 @@ __all__ = ["LiveSteps"]
 _T = TypeVar("_T")
 _version_of = attrgetter("_version")
 
-_IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
-_AT_END = NothingLive("the end of an epoch, or of training, follows its last step")
-_IN_EVALUATION = NothingLive("it was in a validation that its last step doesn't call for")
-_NO_STEP = NothingLive("it had trained no step in this process")
-_NO_COPIES = NothingLive("the run has no redundancy")
-_PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
-_CUT_SHORT = NothingLive("its device hadn't come to the end of the step when it was cut off")
-_BUFFERS = NothingLive("training changes buffers of the module, which have no second copy")
-_CHANGED = NothingLive("weights or buffers have changed since the end of its last step")
+_IN_STEP = "it was lost in the middle of an optimizer's step"
+_AT_END = "the end of an epoch, or of training, follows its last step"
+_IN_EVALUATION = "it was in a validation that its last step doesn't call for"
+_NO_STEP = "it had trained no step in this process"
+_NO_COPIES = "the run has no redundancy"
+_PLATEAU = "a scheduler waits for a plateau, and steps after the step's end"
+_CUT_SHORT = "its device hadn't come to the end of the step when it was cut off"
+_BUFFERS = "training changes buffers of the module, which have no second copy"
+_CHANGED = "weights or buffers have changed since the end of its last step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +81,9 @@ class LiveSteps:
     """One rank's record of the last step; every rank makes the same calls, `keep` after a loss."""
 
     def __init__(self) -> None:
-        self.state: LiveState | NothingLive | NothingYet = NothingYet()
-        """The state to continue from: set by `keep`, until the next generation ends a step."""
-        self._noted: _Noted | NothingLive = _NO_STEP
+        self.state: LiveState | str | None = None
+        """The state to continue from, or why there is none; None before the first step."""
+        self._noted: _Noted | str = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []
         """Dict and key of each tensor that must not change between steps."""
         self._ended: _Noted | None = None
@@ -101,7 +95,7 @@ class LiveSteps:
         Forget it as well if averages take the place of the weights in the validation.
         """
         noted, has_averages = self._noted, any(average_models(trainer))
-        if not isinstance(noted, NothingLive) and (has_averages or not noted.is_validation_due):
+        if not isinstance(noted, str) and (has_averages or not noted.is_validation_due):
             self._noted = _IN_EVALUATION
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
@@ -161,7 +155,7 @@ class LiveSteps:
 
     def can_go_on(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
         """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
-        if isinstance(self._noted, NothingLive):
+        if isinstance(self._noted, str):
             return False
         strategy = run_of(trainer).strategy
         assert strategy is not None
@@ -179,7 +173,7 @@ class LiveSteps:
             Whether the state is kept.
         """
         noted, self._noted, self._ended = self._noted, _NO_STEP, None
-        if isinstance(noted, NothingLive):
+        if isinstance(noted, str):
             # A generation that has trained no step still has the state with which it began.
             if noted is not _NO_STEP:
                 self.state = noted
@@ -188,13 +182,13 @@ class LiveSteps:
                 self.state = self._kept(trainer, noted, start, generation)
             except Exception as error:
                 # An error in a user's object mustn't end the rank: it can go on from a checkpoint.
-                self.state = NothingLive(f"{type(error).__name__}: {error}")
+                self.state = f"{type(error).__name__}: {error}"
         self._watched = []
         return isinstance(self.state, LiveState)
 
     def _kept(
         self, trainer: pl.Trainer, noted: _Noted, start: CheckpointId, generation: int
-    ) -> LiveState | NothingLive:
+    ) -> LiveState | str:
         strategy = run_of(trainer).strategy
         assert strategy is not None
         if strategy.num_changes != noted.num_changes:
@@ -212,10 +206,10 @@ class LiveSteps:
         noted.random_state.put_back()
         id_ = replace(start, step=noted.step)
         content = content_of(trainer, owned, id_, metadata, with_standbys=True)
-        on_host = replace(content, slices=tuple(map(_on_host, content.slices)))
+        on_host = replace(content, slices=tuple(item.map(Tensor.cpu) for item in content.slices))
         return LiveState(content=on_host, generation=generation)
 
-    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Recovered | NothingLive:
+    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Recovered | str:
         """Recover the state that ranks still hold; every rank calls it. Communicates.
 
         Args:
@@ -223,8 +217,8 @@ class LiveSteps:
             peers: The ranks.
         """
         live = recover_live(needs, self.state, peers)
-        if isinstance(live, NothingLive):
-            rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
+        if isinstance(live, str):
+            rank_zero_info("Going back to the newest checkpoint, because %s.", live)
             self.state = live  # From now on nobody may use a state newer than that checkpoint.
         return live
 
@@ -260,14 +254,3 @@ def _copied(value: _T) -> _T:
     """Return a copy that later changes in place don't reach, without graphs of gradients."""
     detached: _T = apply_to_collection(value, Tensor, Tensor.detach)
     return copy.deepcopy(detached)
-
-
-def _on_host(item: SliceContent) -> SliceContent:
-    if all(t.is_cpu for t in (item.weight, *item.state.values(), *item.whole_state.values())):
-        return item
-    return replace(
-        item,
-        weight=item.weight.cpu(),
-        state={key: tensor.cpu() for key, tensor in item.state.items()},
-        whole_state={key: tensor.cpu() for key, tensor in item.whole_state.items()},
-    )

@@ -6,9 +6,8 @@ have nothing else of the strategy, so they can be read under any other plan, or 
 (AutoHet §IV-C).
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -124,18 +123,16 @@ class OwnedState:
 
     def needs(self) -> list[SliceNeed]:
         """Return the slices to recover: those kept here, and shares of weights without owners."""
-        kept = [(item.spec, rows) for item in self.slices for rows in item.kept]
+        kept = [(item.spec, item.kept) for item in self.slices]
         if self._engine is not None:
             store = self._engine.store
             specs = [store.specs[name] for name in store.frozen.sources]
             slices = store.frozen.find_owners(specs)
-            rank = store.global_rank
-            kept += [(s, rows) for s in specs for rows in kept_rows(slices[s.name], rank)]
+            kept += [(spec, kept_rows(slices[spec.name], store.global_rank)) for spec in specs]
         return [
-            SliceNeed(
-                spec.name, spec.shape, spec.cut_dim, *rows, is_optional=not spec.requires_grad
-            )
+            SliceNeed(spec.name, spec.shape, spec.cut_dim, rows, not spec.requires_grad)
             for spec, rows in kept
+            if rows
         ]
 
     def trains(self) -> dict[str, bool]:
@@ -190,14 +187,6 @@ class OwnedState:
             }
             for optimizer in self.optimizers
         ]
-
-    def join(self, restored: Sequence[RestoredSlice]) -> dict[str, RestoredSlice]:
-        """Return recovered slices by parameter, the rows of each concatenated."""
-        dims = {item.spec.name: item.spec.cut_dim for item in self._all}
-        pieces: dict[str, list[RestoredSlice]] = defaultdict(list)
-        for piece in restored:
-            pieces[piece.parameter].append(piece)
-        return {name: _joined(found, dims[name]) for name, found in pieces.items()}
 
     def load_weights(self, by_name: Mapping[str, RestoredSlice]) -> None:
         """Take over recovered weights."""
@@ -313,20 +302,3 @@ def average_models(trainer: pl.Trainer) -> Iterator["AveragedModel"]:
             )
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             yield callback._average_model
-
-
-def _joined(pieces: Sequence[RestoredSlice], dim: int) -> RestoredSlice:
-    """Return the rows of several intervals concatenated, with their state."""
-    if len(pieces) == 1:
-        return pieces[0]
-    first = pieces[0]
-
-    def join(key: str) -> Tensor:
-        is_cut = all(piece.state[key].shape == piece.weight.shape for piece in pieces)
-        return torch.cat([p.state[key] for p in pieces], dim) if is_cut else first.state[key]
-
-    return replace(
-        first,
-        weight=torch.cat([piece.weight for piece in pieces], dim),
-        state={key: join(key) for key in first.state},
-    )

@@ -193,7 +193,7 @@ class _Restored:
         self.checkpoint = checkpoint
         self._trainer = trainer
         self._owned = owned
-        self._by_name = owned.join(recovered.slices)
+        self._by_name = {item.parameter: item for item in recovered.slices}
         self._averages = own["averages"]
 
     def whole(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Pull and push units of any owners and holders: a parcel per peer, in messages or a collective.
+"""Pull and push units whose owners and holders may be any ranks, with one parcel for each peer.
 
-Both ways move the same bytes, and sum gradients in the same order. A collective is a single call
-for any number of peers (`all_to_all_single`, which under NCCL sends nothing to a peer that gets
-nothing); messages tell which peer was late, and on gloo they are quicker among few ranks.
+Parcels travel in messages or in one collective; both ways move the same bytes, and sum gradients in
+the same order. A collective is a single call for any number of peers (`all_to_all_single`, which
+under NCCL sends nothing to a peer that gets nothing). Messages tell which peer was late, and on
+gloo they are quicker for a few ranks.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,44 +35,44 @@ __all__ = ["Parcel", "ParcelUnit", "Parcels", "Part", "PulledParcels", "SentPart
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one parameter in a parcel."""
+    """Some rows of one parameter in a parcel."""
 
     index: int
     """Index of the parameter in its unit."""
     numel: int
     held: Interval
-    """The rows in this rank's shard, if it holds them; else (0, 0)."""
+    """The position of these rows in this rank's shard, if it holds them; else (0, 0)."""
     owned: Interval
-    """The rows in this rank's slice, if it keeps them; else (0, 0)."""
+    """Their position in this rank's slice, if it keeps them; else (0, 0)."""
     is_whole_slice: bool
-    """Whether they are all that this rank keeps."""
+    """Whether they are all rows of the parameter that this rank keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Parts of a unit that go together from one rank to another, or stay on a rank."""
+    """Parts of a unit that travel together from one rank to another, or stay on one rank."""
 
     source: int
     destination: int
     pipeline_index: int
-    """Pipeline of the holder."""
+    """Pipeline of the rank that holds the parts."""
     parts: tuple[Part, ...]
     sizes: tuple[int, ...]
     """Elements of each part."""
     numel: int
 
     def split(self, buffer: Tensor) -> Sequence[Tensor]:
-        """Return a buffer's elements part by part, each in one dim."""
+        """Return a buffer's elements part by part, each as a one-dimensional tensor."""
         return buffer.split_with_sizes(self.sizes)
 
 
 class Parcels:
-    """The parcels that a rank sends, receives and keeps of any unit of a kind, in pull or push.
+    """The parcels that a rank sends, receives and keeps for any unit of a kind.
 
     Args:
         unit: A unit of the kind.
         store: The rank's slices.
-        push: Whether they carry gradients to owners; else weights to holders.
+        push: Whether the parcels carry gradients to owners; else they carry weights to holders.
     """
 
     def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:
@@ -122,7 +123,7 @@ def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
 
 @dataclass
 class SentPart:
-    """Rows that leave this rank, the same ones for each of its peers."""
+    """Rows that leave this rank; peers that need the same rows share one."""
 
     peers: list[int]
     rows: list[Tensor]
@@ -174,7 +175,8 @@ class ParcelUnit:
 
     def _exchange_messages(self, sent: Sequence[SentPart]) -> list[Tensor]:
         group, operations, buffers = self.options.group, [], []
-        # Receives first: gloo sends at once what a peer waits for, without a round trip.
+        # # Receives first: when a gloo peer waits already, data is sent at once, without a round
+        # trip.
         for parcel in self.parcels.arriving:
             buffers.append(self._empty(parcel.numel))
             operations.append(dist.P2POp(dist.irecv, buffers[-1], parcel.source, group))
@@ -238,14 +240,14 @@ class ParcelUnit:
 
 @dataclass
 class _Views:
-    """Views into slices and compute weights, made once: their memory never moves."""
+    """Views into slices and compute weights, which never move in memory, so are made once."""
 
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of rows that are both owned and held here."""
     sending: list[SentPart]
     """What is sent; peers that need the same rows share one buffer."""
     targets: list[Tensor]
-    """The rows that each arriving part fills, flattened to one dim if that is a view."""
+    """The rows that each arriving part fills, flattened to one dim where a view can do that."""
     are_lines: bool
     """Whether all targets have one dim."""
 
@@ -322,5 +324,5 @@ class PulledParcels(ParcelUnit):
 
 
 def _in_line(rows: Tensor) -> Tensor:
-    """Return rows flattened to one dim if that is a view, else as they are."""
+    """Return rows flattened to one dim if that needs no copy, else as they are."""
     return rows.view(-1) if rows.is_contiguous() else rows

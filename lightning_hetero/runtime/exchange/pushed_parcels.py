@@ -1,4 +1,4 @@
-"""Push units with any owners and holders: send gradients as parcels, and sum them at the owners."""
+"""Push units whose owners and holders may be any ranks: send gradient parcels, sum at owners."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -15,14 +15,14 @@ from lightning_hetero.runtime.slices.weights import narrow_rows
 __all__ = ["PushedParcels"]
 
 _LINE_NUMEL = 2**14
-"""Most elements that the weights of a unit may have for their gradients to be packed in one go."""
+"""Largest number of elements of a unit's weights for which all gradients are packed at once."""
 
 
 class _GradientLine:
-    """Concatenates the gradients of small weights, and picks each parcel's elements from that.
+    """Packs the gradients of a unit's small weights: concatenates all, then indexes each parcel.
 
-    Compared with packing row by row, this takes a quarter of the calls but 16 bytes for each
-    element in indices, so it is for small weights.
+    This takes a quarter of the calls of packing row by row, but its indices take 16 bytes for each
+    element, so it is used for small weights only.
 
     Args:
         weights: The weights, by their index in the unit.
@@ -79,7 +79,7 @@ class PushedParcels(ParcelUnit):
 
     def post(self) -> None:
         """Post the gradients that leave this rank, which must be final; others needn't be."""
-        self._parts = None  # A failed iteration may have left some.
+        self._parts = None  # They may be left over from a failed iteration.
         sent = [
             SentPart([parcel.destination], self._rows(parcel)) for parcel in self.parcels.leaving
         ]
@@ -93,7 +93,7 @@ class PushedParcels(ParcelUnit):
             return [self._parts[parcel.destination]]
         rows = []
         for part in parcel.parts:
-            # Detached: a view would keep the gradient alive after its plan is gone.
+            # # Detached: a view would keep the gradient in memory after its plan is gone.
             gradient = self.weights.gradient(self._spec(part).name).detach()
             rows.append(narrow_rows(gradient, self._spec(part), *part.held).reshape(-1))
         return rows
@@ -118,7 +118,7 @@ class PushedParcels(ParcelUnit):
         self._parts = None
 
     def _sum_lines(self) -> dict[str, Tensor]:
-        """Sum whole slices that are concatenated: one operation for each holder."""
+        """Sum whole slices that travel concatenated, with one operation for each holder."""
         if not self.parcels.summed:
             return {}
         names = [self._spec(part).name for part in self.parcels.summed[0].parts]
@@ -126,11 +126,11 @@ class PushedParcels(ParcelUnit):
         dtype, total = sum_dtype(masters), None
         for parcel in self.parcels.summed:
             if parcel.source != self.store.global_rank:
-                line = self._buffers.pop(parcel.source)  # So that it is let go.
+                line = self._buffers.pop(parcel.source)  # Popped, so that its memory is freed.
             else:
                 (line,) = self._rows(parcel)
                 line = line.to(self.options.dtype) if self._is_kept_twice else line
-            if total is None:  # Nobody else uses it in this iteration.
+            if total is None:  # Nobody else uses the line, so it becomes the sum.
                 total = line.to(dtype) + 0.0 if self._is_kept_twice else line.to(dtype)
             else:
                 total += line
@@ -139,7 +139,7 @@ class PushedParcels(ParcelUnit):
 
     @cached_property
     def _line(self) -> _GradientLine | None:
-        """Packs all gradients; None if they are large, or if some may not be final in time."""
+        """The packer of all gradients; None if they are large, or some may not be final in time."""
         leaving, kept = set(self.parcels.indices_leaving), set(self.parcels.indices_kept)
         weights = {i: self.weights.shards[self.unit.specs[i].name] for i in sorted(leaving | kept)}
         is_small = sum(weight.numel() for weight in weights.values()) <= _LINE_NUMEL
@@ -155,15 +155,15 @@ class PushedParcels(ParcelUnit):
     def _is_kept_twice(self) -> bool:
         """Whether a standby must get the same sums, bit for bit.
 
-        Then this rank's own gradients are rounded like those that travel, and every sum starts from
-        zero: 0 + -0 is 0, but -0 alone stays -0.
+        Then this rank's own gradients are rounded like those that travel, and each sum starts from
+        zero, because 0 + -0 is 0 but -0 alone stays -0.
         """
         return self.unit.kind.has_standbys
 
     def _pieces(self, parcel: Parcel) -> Sequence[Tensor]:
         """Return a parcel's gradients, each in one dim."""
         if parcel.source != self.store.global_rank:
-            return parcel.split(self._buffers.pop(parcel.source))  # So that it is let go.
+            return parcel.split(self._buffers.pop(parcel.source))  # Popped: its memory is freed.
         pieces = self._rows(parcel)
         if self._is_kept_twice:
             pieces = [piece.to(self.options.dtype) for piece in pieces]
@@ -175,7 +175,8 @@ class PushedParcels(ParcelUnit):
             master = self.store.masters[spec.name]
             dtype = sum_dtype([master])
             if part.is_whole_slice and not self._is_kept_twice:
-                # Not used otherwise in this iteration, so it can become the sum itself.
+                # # The piece isn't used otherwise in this iteration, so it can become the sum
+                # itself.
                 totals[spec.name] = piece.reshape(master.shape).to(dtype)
                 return
             totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)

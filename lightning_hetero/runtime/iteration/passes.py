@@ -1,7 +1,8 @@
 """Run the forward and backward passes of one iteration on one rank.
 
-A forward is the user's step on a micro-batch, a backward is autograd's. If backward passes are
-split (see `stage.split_layers`), gradients of weights come later, as actions of their own.
+A forward runs the user's step on a micro-batch, a backward runs autograd. If backward passes are
+split (see `stage.split_layers`), the gradients of weights are computed later, in actions of their
+own.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,12 +41,14 @@ class _InFlight:
 
     forward: MicrobatchPass
     received: list[Tensor]
-    """Tensors from the stage before that need gradients: the activation and side tensors."""
+    """Tensors received from the previous stage that need gradients: the activation and side
+    tensors."""
     outputs: list[Tensor]
-    """Tensors with gradients that were sent on, or on the last stage the loss."""
+    """The tensors with gradients that were sent to the next stage, or on the last stage the
+    loss."""
     gradient: Tensor | None
-    """The gradient with which the loss's backward begins, see `LossScale`; None if gradients come
-    from the next stage."""
+    """The gradient with which the loss's backward begins, see `LossScale`; None if the gradients
+    come from the next stage."""
 
 
 class StagePasses:
@@ -77,7 +80,8 @@ class StagePasses:
         splitter: LayerSplitter | None = None,
     ) -> None:
         self.peak_in_flight = 0
-        """Most micro-batches that were between forward and backward at once, chunk by chunk."""
+        """Largest number of micro-batches between forward and backward at once, summed over
+        chunks."""
         self._running = running
         self._chunks = {chunk.index: chunk for chunk in running.chunks}
         self._num_layers = running.plan.num_layers
@@ -87,7 +91,7 @@ class StagePasses:
         self._microbatches = microbatches
         self._recomputations = recomputations
         self._num_samples = num_samples
-        # For all micro-batches at once: inside an action the same code takes ten times as long,
+        # # For all micro-batches at once: inside an action the same code takes ten times as long,
         # because the kernels before it have displaced it from the processor's caches.
         self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
         self._drawn = [seeds_of(self._num_layers + 2, *item) for item in self._seeds]
@@ -159,7 +163,7 @@ class StagePasses:
     def _keeping_apart(self, stage_index: int) -> Iterator[None]:
         """Sum gradients of outer parameters by stage, on a rank that runs both ends of a pipeline.
 
-        So the order in which the ends take turns doesn't change their sum.
+        So their total doesn't depend on the order in which the two ends run.
         """
         shards, sums = self._running.weights.shards, self._sums.setdefault(stage_index, {})
         for name in self._running.outer:
@@ -179,14 +183,15 @@ class StagePasses:
             self._running.weights.shards[name].grad = found[0] if found else None
 
     def _expect_activations(self, chunk: Chunk, num_done: int) -> None:
-        """Post receives of the micro-batches that come next, ahead of their forwards."""
+        """Post receives of the next micro-batches' activations before their forwards run."""
         if chunk.link.previous is not None:
             chunk.link.expect_activations(len(self._microbatches) - num_done)
 
     def missing(self) -> tuple[str, ...]:
         """Return the trainable parameters that this rank's backward passes gave no gradient."""
         if self._results.losses and not self._has_run_backward:
-            # No loss had a target: gradients are zeros, as torch makes them for an empty mean.
+            # # No micro-batch had a target: gradients are zeros, as torch's are for a mean over
+            # nothing.
             return ()
         return tuple(self._running.push.missing())
 
@@ -196,7 +201,7 @@ class StagePasses:
         link = chunk.link
         self._results.begin(microbatch, self._num_samples[index], counts=chunk is running.chunks[0])
         if chunk is not running.chunks[-1]:
-            microbatch = copy_of(microbatch)  # It is still needed, and a step may change it.
+            microbatch = copy_of(microbatch)  # It is needed again, and a step may change it.
         forward = MicrobatchPass(
             layers=chunk.stage.layers,
             num_layers=self._num_layers,
@@ -239,7 +244,7 @@ class StagePasses:
         if self._results.is_training:
             stage_index, index = key
             received = [] if forward.received is None else forward.received.tensors
-            forward.last_hidden = None  # What autograd doesn't need isn't kept.
+            forward.last_hidden = None  # Keep only what autograd needs.
             self._in_flight[key] = _InFlight(
                 forward,
                 [tensor for tensor in received if tensor.requires_grad],
@@ -254,7 +259,7 @@ class StagePasses:
                 self.peak_in_flight = count
 
     def _weights(self, key: _Key) -> None:
-        """Compute a micro-batch's gradients of weights, which its split backward has left out."""
+        """Compute the gradients of weights that a micro-batch's split backward has left out."""
         assert self._splitter is not None
         with self._pushing(key, self._splitter.names_waiting(key)):
             self._splitter.run_weights(key)
@@ -263,12 +268,12 @@ class StagePasses:
     def _pushing(
         self, key: _Key, coming: Collection[str] | None, *, is_last: bool = True
     ) -> Iterator[None]:
-        """Context of a stage's last backward, in which units leave as soon as they are final.
+        """Context of a stage's last backward: units are pushed once their gradients are final.
 
         Args:
             key: The stage and the micro-batch.
-            coming: The parameters that get gradients in it; None for all of the stage.
-            is_last: Whether nothing of the micro-batch follows.
+            coming: The parameters that get gradients in this pass; None for all of the stage.
+            is_last: Whether this is the micro-batch's last pass on the stage.
         """
         stage_index, index = key
         if not is_last or index + 1 < len(self._microbatches):
@@ -292,7 +297,8 @@ class StagePasses:
         gradients: Sequence[Tensor] = [] if held.gradient is None else [held.gradient]
         if link.following is not None:
             gradients = link.receive_gradient(key[1])
-        # Reentrant checkpoints add to a gradient in parts, and don't say which is the last.
+        # # Reentrant checkpoints add to a gradient in several parts, and nothing marks the last
+        # one.
         with self._pushing(key, None, is_last=is_whole and not held.forward.is_reentrant):
             if held.outputs:
                 self._has_run_backward = True

@@ -24,7 +24,7 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistNetworkError, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
@@ -60,11 +60,12 @@ def connect_store(
     still there then, so the ranks first agree on a prefix of their own.
 
     Raises:
-        PeerError: The other ranks didn't come within `start_timeout`.
+        PeerError: The port is taken, or the other ranks didn't come within `start_timeout`.
     """
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if global_rank == 0:
         allow_files(os.getppid() if agent_serves else os.getpid())
+    serves = global_rank == 0 and not agent_serves
     timeout_s = start_timeout.total_seconds()
     with ended_when_late(global_rank, f"the store at {address}:{port}", timeout_s):
         try:
@@ -72,11 +73,16 @@ def connect_store(
                 address,
                 port,
                 world_size,
-                is_master=global_rank == 0 and not agent_serves,
+                is_master=serves,
                 timeout=start_timeout,
                 multi_tenant=True,
             )
         except DistError as error:
+            if serves and isinstance(error, DistNetworkError):
+                raise PeerError(
+                    f"Rank 0 can't serve the run's store at {address}:{port}. {error} "
+                    "Stop the process that has this port, or set MASTER_PORT to a free one."
+                ) from error
             raise _late(global_rank, world_size, timeout_s, str(error)) from error
         if not agent_serves:
             return PrefixStore("lightning_hetero", store)
