@@ -45,7 +45,7 @@ _Costs = tuple[PipelineCost, ...]
 """The costs of a plan's pipelines."""
 _TOGETHER = MappingOrder.STAGES_TOGETHER
 _NUM_SPARE = 8
-"""Plans that are tried besides those that were chosen by estimates, which may be 5 % off."""
+"""More plans that are proposed than chosen, because estimates may be 5 % off."""
 _MAX_STAGES = 16
 _MIXED_COUNTS = (1, 2, 4)
 """Stages on each of a mixed pipeline's two device types."""
@@ -192,9 +192,8 @@ class _CandidateSearch:
             tuple(schemes.values()),
             self.num_devices,
             tokens_per_iteration=self.tokens,
-            most=self.options.num_candidate_plans,
+            most=self.options.num_candidate_plans + _NUM_SPARE,
             seed=self.options.seed,
-            num_spare=_NUM_SPARE,
         )
         found = {}
         for counts in proposals:

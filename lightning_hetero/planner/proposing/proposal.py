@@ -75,7 +75,6 @@ def propose(
     tokens_per_iteration: int,
     most: int,
     seed: int = 0,
-    num_spare: int = 0,
 ) -> list[_Counts]:
     """Return pipelines of each scheme for candidates, the one that serves every iteration first.
 
@@ -84,9 +83,9 @@ def propose(
         schemes: Schemes that a pipeline may have.
         num_devices: How many devices of each type there are.
         tokens_per_iteration: Tokens that all pipelines together take an iteration.
-        most: Most candidates, 1 or more.
+        most: Most candidates, 1 or more. Where fewer are best together, the best alone follow:
+            estimates may be wrong.
         seed: Seed of the iterations drawn.
-        num_spare: Plans that are returned besides, the best ones alone: estimates may be wrong.
 
     Raises:
         PlanningError: No scheme holds the longest sequence on the devices there are.
@@ -116,8 +115,7 @@ def propose(
         before, chosen = chosen, tried.best(longest)
         if chosen == before:
             break
-    spare = [plan for plan in tried.best_alone() if plan not in chosen]
-    return chosen + spare[:num_spare]
+    return list(dict.fromkeys([*chosen, *tried.best_alone()]))[:most]
 
 
 class _WholePlans:
