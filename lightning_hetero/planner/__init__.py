@@ -36,7 +36,6 @@ exchange to optimality, which gives a time that no plan can beat.
 Read in this order: `workload`, `stages`, `columns`, `pricing`, `splitting`, `master`, `placement`,
 `pace`, `memory`, `judge`, `neighbourhood`, `improve`, `fastest`, `bound`, `search`. `proposing`
 uses the same columns for samples of varied lengths (Hydraulis §7).
-
 """
 
 from lightning_hetero.planner.proposing.candidate_plans import (
