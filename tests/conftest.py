@@ -75,7 +75,7 @@ def _seed() -> None:
     random.seed(0)
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # Others' seeds would wait for devices.
 
 
 @pytest.fixture(autouse=True)

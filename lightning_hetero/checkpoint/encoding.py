@@ -1,12 +1,12 @@
-"""Turn a snapshot into files: safetensors with rows of the cut dim first, streamed in chunks.
+"""Encode a snapshot as safetensors files, chunk by chunk, with the cut dim of each tensor first.
 
-The header is written here because the safetensors package wants all tensors of a file at once, in
-memory and in their final layout; this needs one chunk. The files are ordinary safetensors files,
-which the package can read.
+The header is written here, because the safetensors package needs all tensors of a file in memory at
+once and in their final layout, whereas this needs one chunk. The package can read the files.
 """
 
 import io
 import json
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,7 +63,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(eq=False)
 class FileBody:
-    """The bytes of a file in chunks; may be iterated several times."""
+    """The bytes of a file, in chunks; can be iterated several times."""
 
     name: str
     unit: int | None
@@ -87,7 +87,7 @@ class FileBody:
         self._checksums = checksums.finish()
 
     def entry(self) -> FileEntry:
-        """Return the manifest's entry; computes the checksums unless a write already has."""
+        """Return the manifest's entry; computes checksums unless a write has done so."""
         if self._checksums is None:
             for _ in self:
                 pass
@@ -127,39 +127,29 @@ def _as_bytes(rows: torch.Tensor) -> memoryview:
 
 
 def encode_part(
-    content: CheckpointContent,
-    copies: Mapping[tuple[int, str], torch.Tensor],
-    metadata: Mapping[str, bytes],
-    *,
-    block_bytes: int | None = None,
+    content: CheckpointContent, metadata: Mapping[str, bytes], *, block_bytes: int | None = None
 ) -> tuple[list[FileBody], list[SliceEntry]]:
     """Return the files of a part and the manifest's entries of its slices.
 
     Args:
-        content: The state; its own tensors may have changed since it was copied.
-        copies: The tensors on the host, see `tensors_of`.
+        content: The state, in host memory.
         metadata: Names and contents of the metadata files, at least one.
         block_bytes: Bytes that one checksum covers; `BLOCK_BYTES` if None.
     """
     bodies = [FileBody(name, None, data) for name, data in metadata.items()]
-    entries: dict[int, list[TensorEntry]] = {i: [] for i in range(len(content.slices))}
-    for unit in sorted({item.unit for item in content.slices}):
-        members = [i for i, item in enumerate(content.slices) if item.unit == unit]
-        weights = [(i, WEIGHT) for i in members]
-        states = [
-            (i, key)
-            for i in members
-            for key in (*content.slices[i].state, *content.slices[i].whole_state)
-        ]
-        for kind, tensors in (("weights", weights), ("optimizer", states)):
-            if tensors:
-                unit_name = name_of_unit(unit, content.num_layers)
-                name = f"{unit_name}.part-{content.global_rank:05d}.{kind}.safetensors"
-                found = [(content.slices[i], key, copies[i, key]) for i, key in tensors]
-                body, made = _encode_file(name, unit, found)
-                for (index, _), entry in zip(tensors, made, strict=True):
-                    entries[index].append(entry)
-                bodies.append(body)
+    files: dict[tuple[int, bool], list[tuple[int, str, torch.Tensor]]] = defaultdict(list)
+    for index, item in enumerate(content.slices):
+        for key, tensor in item.tensors.items():
+            files[item.unit, key != WEIGHT].append((index, key, tensor))
+    entries: list[list[TensorEntry]] = [[] for _ in content.slices]
+    for (unit, is_state), tensors in sorted(files.items()):
+        kind = "optimizer" if is_state else "weights"
+        part = f"{name_of_unit(unit, content.num_layers)}.part-{content.global_rank:05d}"
+        found = [(content.slices[index], key, tensor) for index, key, tensor in tensors]
+        body, made = _encode_file(f"{part}.{kind}.safetensors", unit, found)
+        bodies.append(body)
+        for (index, _, _), entry in zip(tensors, made, strict=True):
+            entries[index].append(entry)
     for body in bodies:
         body.block_bytes = block_bytes or BLOCK_BYTES
     slices = [
@@ -171,9 +161,9 @@ def encode_part(
             start=item.start,
             stop=item.stop,
             scalars=dict(item.scalars),
-            tensors=tuple(entries[i]),
+            tensors=tuple(found),
         )
-        for i, item in enumerate(content.slices)
+        for item, found in zip(content.slices, entries, strict=True)
     ]
     return bodies, slices
 
@@ -185,7 +175,7 @@ def make_manifest(
     *,
     with_checksums: bool = True,
 ) -> PartManifest:
-    """Return the manifest of a part whose files have been written, or are read from memory."""
+    """Return the manifest of a part, whose files have been written or are read from memory."""
     return PartManifest(
         id=content.id,
         part=content.global_rank,
@@ -205,7 +195,7 @@ def make_manifest(
 def metadata_files(
     content: CheckpointContent, *, with_shared: bool | None = None
 ) -> dict[str, bytes]:
-    """Return a part's metadata files by name; metadata of all ranks is in rank 0's part alone.
+    """Return a part's metadata files by name; those about all ranks are in rank 0's part only.
 
     Raises:
         CheckpointError: See `encode_metadata`.
@@ -275,7 +265,8 @@ def _encode_file(
         cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
         rows.append((tensor, dim))
         found.append(TensorEntry(key, name, dtype, shape, by_rows, begin, end))
-    # For people: the dim and the rows [start, stop) of each tensor, whose dims begin with that dim.
+    # For people who look into the file: the dim and rows [start, stop) of each tensor, whose first
+    # dim is that dim.
     header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -290,7 +281,8 @@ def _encode_file(
 def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
     if key in item.whole_state:
         return False
-    # A parameter without dims is one row; state without dims is a count that every slice shares.
+    # A parameter without dims counts as one row; state without dims is a number that all slices
+    # share.
     return tuple(tensor.shape) == item.slice_shape and (key == WEIGHT or tensor.ndim > 0)
 
 

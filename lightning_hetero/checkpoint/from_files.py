@@ -1,31 +1,27 @@
 """Recover a run's state from files; all ranks do it together.
 
-1. Every rank reports what its node's tiers hold, and the run's newest complete checkpoint is chosen
-   (`inventory`). Manifests that were read for this are shared among the ranks.
-2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): from its own
-   tiers and the remote store directly, from other nodes' tiers by HTTP.
+1. Every rank reports what its node's tiers have, and the run's newest complete checkpoint is chosen
+   (`inventory`). The manifests that were read for this are sent to all ranks.
+2. Every rank reads the bytes that it needs, each from its cheapest source (`fetching`): from its
+   own tiers and the remote store directly, from other nodes' tiers by HTTP.
 3. All ranks say whether they have everything. If not, all try the next older complete checkpoint.
 
-Example: ranks 0 and 1 have saved steps 100 and 200, then rank 1's node is lost with its disk, and
-no copy of its part of step 200 is left: both go on from step 100, whose parts are in the remote
-store.
+Example: ranks 0 and 1 have saved steps 100 and 200. Then rank 1's node is lost with its disk, and
+there is no copy of its part of step 200. Both ranks go on from step 100, whose parts are in the
+remote store.
 
-Ranks wait for storage while it makes progress, and give it up if it hangs. Step 2 and 3 (`take`)
-are also used for states that aren't in files (`live`): either every rank goes on from a state, or
-none.
+Ranks wait for storage as long as it makes progress, and give it up if it hangs. Steps 2 and 3
+(`take`) also recover states that aren't in files (`live`).
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
 
-from lightning_hetero.checkpoint.assembly import Assembly
 from lightning_hetero.checkpoint.claims import mark_places, new_run
-from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed
+from lightning_hetero.checkpoint.content import SliceNeed
 from lightning_hetero.checkpoint.deadlines import MARGIN
-from lightning_hetero.checkpoint.fetching import Fetcher, Locations
+from lightning_hetero.checkpoint.fetching import Parts, Recovered, take
 from lightning_hetero.checkpoint.inventory import (
     Choice,
     ChoiceError,
@@ -38,137 +34,19 @@ from lightning_hetero.checkpoint.inventory import (
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.serving import Address, PeerFiles, Readable
 from lightning_hetero.checkpoint.statuses import Peers
-from lightning_hetero.checkpoint.tiers import Location, Source, Tier, TierKind, own_stores
+from lightning_hetero.checkpoint.tiers import Location, Tier, TierKind, own_stores
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress
 
-__all__ = ["Parts", "Recovered", "RecoveryReport", "begin_run", "recover", "take"]
+__all__ = ["begin_run", "recover"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
-"""Most inventories that are taken, if another run deletes checkpoints in between."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecoveryReport:
-    """What a recovery has done, for the log line after a restart."""
-
-    id: CheckpointId
-    """The checkpoint that was taken."""
-    bytes_by_source: Mapping[Source, int]
-    """Bytes that this rank got from each kind of source, counted in whole blocks."""
-    failures: tuple[str, ...]
-    """Sources that failed, and why."""
-    attempt: int
-    """Attempt number for the checkpoints that this run saves."""
-    skipped: tuple[str, ...] = ()
-    """Newer checkpoints that couldn't be used, and why."""
-
-    def __str__(self) -> str:
-        sources = ", ".join(
-            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
-            for source, count in sorted(self.bytes_by_source.items())
-        )
-        text = f"recovered {self.id}: {sources or 'nothing needed'}"
-        if self.failures:
-            text += f"; {len(self.failures)} sources failed"
-        if self.skipped:
-            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
-        return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """The recovered state of one rank."""
-
-    id: CheckpointId
-    """The checkpoint that it comes from."""
-    world_size: int
-    """Number of ranks that saved it."""
-    plan: ParallelPlan | None
-    """The plan under which it was saved."""
-    slices: tuple[RestoredSlice, ...]
-    """The needed slices, in the order of the needs."""
-    metadata: Mapping[str, Any]
-    """Rank 0's shared metadata."""
-    rank_metadata: Mapping[str, Any] | None
-    """This rank's own state; None if another number of ranks saved the checkpoint."""
-    report: RecoveryReport
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The parts of one state, and how a rank reaches them."""
-
-    id: CheckpointId
-    manifests: Mapping[int, PartManifest]
-    locations: Locations
-    own_part: int | None
-    """The part that this rank itself saved, or holds; None if it has none."""
-    node: str
-    """Name of this rank's node."""
-    reach: Callable[[Location], Readable | None]
-    """Returns what to read a location's files from; see `Fetcher`."""
-    attempt: int
-    """Attempt number for the checkpoints that are saved next."""
-
-
-def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
-    """Return what this rank needs; on all ranks, the reason if any rank can't have all it needs.
-
-    Every rank calls it. Communicates.
-
-    Raises:
-        CheckpointError: The model or its optimizer isn't the one whose state this is; all ranks
-            raise it.
-        PeerError: Another rank is gone.
-    """
-    assembly, refusal = None, ""
-    try:
-        assembly = Assembly(needs, parts.manifests, parts.own_part)
-    except CheckpointError as error:
-        refusal = f"Rank {peers.global_rank}: {error}"
-    for text in peers.gather(refusal):
-        if text:
-            raise CheckpointError(text)
-    assert assembly is not None
-    fetch = partial(_fetch, assembly, parts, peers.global_rank)
-    fetching, answers = peers.do(fetch, may_fail=True)
-    errors = [str(answer["error"]) for answer in answers if "error" in answer]
-    return errors[0] if errors else fetching.result()
-
-
-def _fetch(assembly: Assembly, parts: Parts, turn: int, progress: Progress) -> Recovered:
-    fetcher = Fetcher(
-        parts.manifests, parts.locations, node=parts.node, reach=parts.reach, turn=turn
-    )
-    try:
-        fetcher.run(assembly.blocks(), assembly.deliver, progress)
-        slices, metadata, rank_metadata = assembly.finish()
-    except CheckpointError as error:
-        tried = f" Tried: {'; '.join(fetcher.failures)}." if fetcher.failures else ""
-        raise CheckpointError(f"{error}{tried}") from error
-    first = next(iter(parts.manifests.values()))
-    report = RecoveryReport(
-        id=parts.id,
-        bytes_by_source=dict(fetcher.bytes_by_source),
-        failures=tuple(fetcher.failures),
-        attempt=parts.attempt,
-    )
-    return Recovered(
-        id=parts.id,
-        world_size=first.world_size,
-        plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
-        slices=slices,
-        metadata=metadata,
-        rank_metadata=rank_metadata,
-        report=report,
-    )
+"""Largest number of inventories, if another run deletes checkpoints in between."""
 
 
 class _ExhaustedError(CheckpointError):
-    """Some needed bytes have no source left; all ranks raise it at the same point."""
+    """Some needed bytes have no source left; all ranks raise this error at the same point."""
 
 
 @dataclass
@@ -187,7 +65,7 @@ class _Search:
 
     @classmethod
     def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> "_Search":
-        """Open a search: ranks tell each other their nodes. All ranks call it. Communicates."""
+        """Begin a search: ranks tell each other their nodes. All ranks call it. Communicates."""
         peers = peers or Peers()
         own = peers.serve(own_stores(tiers))
         rows = peers.gather([node, own])
@@ -223,7 +101,7 @@ class _Search:
         ]
         if location.kind is TierKind.REMOTE or not found:
             return None
-        # Readers spread over the ranks of that node.
+        # Each reader takes another rank of that node, in turn.
         address = found[self.peers.global_rank % len(found)]
         return PeerFiles(address, location.kind.name, self.peers.timeout_s)
 
@@ -245,7 +123,8 @@ class _Search:
             node=self.node,
             manifests=self.manifests,
             progress=progress,
-            # Less than other ranks wait for this one, so that the error names the place.
+            # Shorter than other ranks wait for this one, so that the error names the place, not the
+            # rank.
             timeout_s=self.peers.timeout_s / MARGIN,
         )
 
@@ -274,7 +153,7 @@ def recover(
         tiers: This node's tiers and the remote one.
         node: Name of this rank's node; equal on ranks that share the local tiers.
         peers: The ranks; None for a single one.
-        step: The only step to take, of whatever run; None takes the newest.
+        step: Recover this step only, of any run; None takes the newest.
         skip_unreadable: Whether to go on without tiers that can't be read.
 
     Returns:
@@ -316,7 +195,6 @@ def _recover_newest(
         peers = search.peers
         manifests = search.share_manifests(checkpoint, world_size)
         parts = Parts(
-            id=checkpoint,
             manifests=manifests,
             locations=locations_of_files(search.inventory, manifests),
             own_part=peers.global_rank if world_size == peers.world_size else None,
@@ -346,9 +224,10 @@ def begin_run(
 ) -> CheckpointId:
     """Return the run's identity and this start's attempt number, as an id of step 0.
 
-    Every rank calls it after `recover`, with what that returned. Communicates. The identity is the
-    one that the lasting places know, or a new one, and is written into all of them. By identity and
-    attempt, parts that another start or another run has left are never taken for this start's.
+    Every rank calls it after `recover`, with the result of that. Communicates. The identity is the
+    one found in the lasting places, or a new one, and is written to all of them. Because of
+    identity and attempt number, parts that another start or another run has left are never mistaken
+    for this start's.
 
     Args:
         tiers: This node's tiers and the remote one.
@@ -356,7 +235,7 @@ def begin_run(
         node: Name of this rank's node.
         peers: The ranks; None for a single one.
         skip_unreadable: Whether to go on without tiers that can't be read.
-        anew: Whether a new run begins, whatever the tiers hold.
+        anew: Whether to begin a new run, whatever the tiers contain.
 
     Raises:
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
@@ -372,7 +251,8 @@ def begin_run(
             run = run if choice.run is None else choice.run
             attempt = choice.attempt
     own = search.looked_after
-    # The place of a recovered state already has the run's identity, so others may fail.
+    # The place of a recovered state already has the run's identity, so writing it to others may
+    # fail.
     may_fail = skip_unreadable or recovered is not None
     search.peers.do(lambda _: mark_places(own, run), may_fail=may_fail)
     return CheckpointId(0, attempt, run)

@@ -20,8 +20,8 @@ from lightning_hetero.checkpoint.content import (
     num_rows,
     optimizer_state_dict,
 )
-from lightning_hetero.checkpoint.fetching import Fetcher, FileRange
-from lightning_hetero.checkpoint.from_files import Recovered, recover
+from lightning_hetero.checkpoint.fetching import Recovered, cheapest
+from lightning_hetero.checkpoint.from_files import recover
 from lightning_hetero.checkpoint.inventory import (
     Inventory,
     Manifests,
@@ -156,7 +156,6 @@ def describe_layers(view: View) -> str:
     The last column names the places from which a rank that reaches all of them would read it.
     """
     locations = locations_of_files(view.inventory, view.manifests)
-    fetcher = Fetcher(view.manifests, locations, node=_NODE, reach=lambda _: None, turn=0)
     sizes: dict[int, dict[Location, int]] = defaultdict(lambda: defaultdict(int))
     totals: dict[int, int] = defaultdict(int)
     sources: dict[int, set[str]] = defaultdict(set)
@@ -167,8 +166,7 @@ def describe_layers(view: View) -> str:
         totals[entry.unit] += entry.size_bytes
         for at in places:
             sizes[entry.unit][at] += entry.size_bytes
-        chosen = fetcher.choose(FileRange(part, name, 0, 1), 0)[1] if places else "nowhere"
-        sources[entry.unit].add(str(chosen))
+        sources[entry.unit].add(str(cheapest(places, _NODE, 0)) if places else "nowhere")
     columns = sorted({at for found in sizes.values() for at in found})
     num_layers = next(iter(view.manifests.values())).num_layers
     rows = [
@@ -268,7 +266,7 @@ def _whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
     for manifest in manifests.values():
         for item in manifest.slices:
             rows = num_rows(item.shape, item.dim)
-            need = SliceNeed(item.parameter, tuple(item.shape), item.dim, 0, rows)
+            need = SliceNeed(item.parameter, tuple(item.shape), item.dim, ((0, rows),))
             needs.setdefault(item.parameter, need)
     return [needs[name] for name in sorted(needs)]
 

@@ -33,7 +33,7 @@ def seed_of(*parts: int) -> int:
 
 
 def seeds_of(count: int, *parts: int) -> tuple[int, ...]:
-    """Return `count` such seeds, in a fraction of the time of as many calls of `seed_of`."""
+    """Return `count` such seeds, much faster than as many calls of `seed_of`."""
     text = ",".join(map(str, parts)).encode()
     drawn = struct.unpack(f">{count}Q", hashlib.shake_128(text).digest(8 * count))
     return tuple([seed >> 1 for seed in drawn])
@@ -57,7 +57,7 @@ class GlobalSeed:
     """The generators' state at the beginning of a fit, after Lightning's `reset_seed`.
 
     It is kept because a member of a run that outlives ranks begins many fits, and torch's
-    `manual_seed` takes milliseconds for each kind of device that isn't there.
+    `manual_seed` takes milliseconds for each kind of device that doesn't exist.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class RandomState(NamedTuple):
         return state | ({"cuda": self.cuda} if self.cuda else {})
 
     def put_back(self) -> None:
-        """Restore these states; those of CUDA only if there are as many devices."""
+        """Restore these states; those of CUDA only if the number of devices is the same."""
         torch.set_rng_state(self.torch)
         if self.cuda and len(self.cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self.cuda)
@@ -136,7 +136,7 @@ class RandomState(NamedTuple):
 
 
 class GeneratorStates:
-    """The states of all generators that `seed_everything` seeds, as they are when it is made."""
+    """The present states of all generators that `seed_everything` seeds."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), np.random.get_state()
@@ -149,7 +149,7 @@ class GeneratorStates:
         self._torch.put_back()
 
     def have_changed(self) -> bool:
-        """Whether anything was drawn or seeded since."""
+        """Whether anything was drawn or seeded since then."""
         now = GeneratorStates()
         (kind, keys, *rest), (other_kind, other_keys, *others) = self._numpy, now._numpy
         same = kind == other_kind and rest == others and np.array_equal(keys, other_keys)
@@ -164,7 +164,7 @@ class GeneratorStates:
 
 
 class PreservedRandomState:
-    """A context after which torch's, NumPy's and Python's generators are as they were before it."""
+    """A context that leaves torch's, NumPy's and Python's generators as they were before it."""
 
     def __enter__(self) -> None:
         self._before = GeneratorStates()

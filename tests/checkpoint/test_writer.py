@@ -68,7 +68,7 @@ def test_one_snapshot_is_in_memory_at_a_time_and_its_memory_is_reused() -> None:
     gate, store = Gate(), MemoryStore()
     writer = CheckpointWriter([disk(FaultyStore(store, gate))])
     first = writer.save(contents(1, PLAN, SIZE)[0])
-    place = first.snapshot.tensors[0, "weight"].data_ptr()
+    place = first.snapshot.content.slices[0].weight.data_ptr()
     result: list[SavedCheckpoint] = []
     second = threading.Thread(target=lambda: result.append(writer.save(contents(2, PLAN, SIZE)[0])))
     second.start()
@@ -77,7 +77,7 @@ def test_one_snapshot_is_in_memory_at_a_time_and_its_memory_is_reused() -> None:
     gate.open.set()
     second.join(20)
     result[0].wait_until_confirmed(20)
-    assert result[0].snapshot.tensors[0, "weight"].data_ptr() == place
+    assert result[0].snapshot.content.slices[0].weight.data_ptr() == place
     writer.close()
 
 

@@ -11,6 +11,7 @@ from unittest import mock
 import lightning as L
 import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.slices import wholes
@@ -148,9 +149,6 @@ class Watch(L.Callback):
             engine = trainer.strategy.engine
             shards = engine.plans.running.weights.shards
             tensors = (*engine.store.masters.values(), *shards.values())
-            # Slices that are views of compute weights share their storage.
-            storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
-            self.parameter_bytes.append(sum(storages.values()))
             self.held = sorted(shards)
             # Hooks are told counts of the whole.
             with torch._C.DisableTorchFunction():
@@ -158,6 +156,9 @@ class Watch(L.Callback):
                     name: item.numel() * item.element_size()
                     for name, item in engine.store.masters.items()
                 }
+                # Slices that are views of compute weights share their storage.
+                storages = {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, tensors)}
+                self.parameter_bytes.append(sum(storages.values()))
             self.peak_in_flight = engine.peak_in_flight
 
 

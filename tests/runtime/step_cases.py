@@ -62,7 +62,8 @@ class Compared(L.LightningModule):
     iteration_rows = ROWS
     layers_at: str | None = None
     """The strategy's `layers`."""
-    validates = False
+    validates = 0
+    """How many validation sets there are."""
     predicts = False
     """What it then predicts is what it has seen."""
     seen: Any = None
@@ -125,8 +126,9 @@ def train(
     evaluates: bool = False,
     later: Plan | None = None,
     options: Mapping[str, Any] | None = None,
+    ckpt_path: Any = None,
     **trainer: Any,
-) -> Compared:
+) -> Any:
     """Train a module on one of a plan's ranks, for two epochs of the rows that it has.
 
     Args:
@@ -137,6 +139,7 @@ def train(
         evaluates: Validates instead.
         later: A plan for every second iteration.
         options: Of the strategy.
+        ckpt_path: The checkpoint that training begins with.
         trainer: Options of the Trainer.
     """
     L.seed_everything(3, verbose=False)
@@ -155,7 +158,8 @@ def train(
     if evaluates:
         made.validate(module, loaders[1], verbose=False)
     else:
-        made.fit(module, *loaders[: 1 + module.validates])
+        validation = loaders[1:] * module.validates or None
+        made.fit(module, loaders[0], validation, ckpt_path=ckpt_path, weights_only=False)
     if module.predicts:
         found = [item for item in made.predict(module, loaders[1]) if item is not None]
         module.seen = torch.cat(found).tolist()

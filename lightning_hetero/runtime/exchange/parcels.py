@@ -1,8 +1,9 @@
-"""Pull and push units of any owners and holders: a parcel per peer, in messages or a collective.
+"""Pull and push units whose owners and holders may be any ranks, with one parcel for each peer.
 
-Both ways move the same bytes, and sum gradients in the same order. A collective is a single call
-for any number of peers (`all_to_all_single`, which under NCCL sends nothing to a peer that gets
-nothing); messages tell which peer was late, and on gloo they are quicker among few ranks.
+Parcels travel in messages or in one collective; both ways move the same bytes, and sum gradients in
+the same order. A collective is a single call for any number of peers (`all_to_all_single`, which
+under NCCL sends nothing to a peer that gets nothing). Messages tell which peer was late, and on
+gloo they are quicker for a few ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,37 +37,37 @@ __all__ = ["Parcel", "Parcels", "Part", "PulledParcels", "PushedParcels"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one parameter in a parcel."""
+    """Some rows of one parameter in a parcel."""
 
     index: int
     """Index of the parameter in its unit."""
     held: Interval
-    """The rows in this rank's shard, if it holds them; else (0, 0)."""
+    """The position of these rows in this rank's shard, if it holds them; else (0, 0)."""
     owned: Interval
-    """The rows in this rank's slice, if it keeps them; else (0, 0)."""
+    """Their position in this rank's slice, if it keeps them; else (0, 0)."""
     is_whole_slice: bool
-    """Whether they are all that this rank keeps."""
+    """Whether they are all rows of the parameter that this rank keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Parts of a unit that go together from one rank to another, or stay on a rank."""
+    """Parts of a unit that travel together from one rank to another, or stay on one rank."""
 
     source: int
     destination: int
     pipeline_index: int
-    """Pipeline of the holder."""
+    """Pipeline of the rank that holds the parts."""
     parts: tuple[Part, ...]
     numel: int
 
 
 class Parcels:
-    """The parcels that a rank sends, receives and keeps of any unit of a kind, in pull or push.
+    """The parcels that a rank sends, receives and keeps for any unit of a kind.
 
     Args:
         unit: A unit of the kind.
         store: The rank's slices.
-        push: Whether they carry gradients to owners; else weights to holders.
+        push: Whether the parcels carry gradients to owners; else they carry weights to holders.
     """
 
     def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:
@@ -213,7 +214,7 @@ class _ParcelUnit:
 
 @dataclass
 class _Views:
-    """Views into slices and compute weights, made once: their memory never moves."""
+    """Views into slices and compute weights, which never move in memory, so are made once."""
 
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of rows that are both owned and held here."""

@@ -1,8 +1,8 @@
 """Run the check of `results.split_check` on all ranks, with a micro-batch and its two halves.
 
-Each of these *parts* goes forward through the pipeline as in an evaluation. On last stages the
-gradients of a few small parameters follow, in the last layer and behind it. The check leaves no
-trace in logs, buffers, random states and gradients.
+Each of these *parts* goes forward through the pipeline as in an evaluation. The last stage then
+computes the gradients of a few small parameters, of the last layer and behind the layers. The check
+leaves no trace in logs, buffers, random states and gradients.
 """
 
 import itertools
@@ -44,9 +44,11 @@ from lightning_hetero.runtime.unknown import check_known
 __all__ = ["SplitRun"]
 
 _MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
-"""Most elements, and most parameters, whose gradients are compared; at least one parameter is."""
+"""Largest number of elements, and of parameters, whose gradients are compared; at least one
+parameter is."""
 _MOST_ATTEMPTS = 4
-"""Most micro-batches that a check tries, where halves without targets show no weights."""
+"""Largest number of micro-batches that one check tries, if halves without targets leave the weights
+open."""
 Step = Callable[[Any], Any]
 
 
@@ -59,7 +61,7 @@ class _WatchedPass(MicrobatchPass):
     _states: GeneratorStates | None = None
 
     def look(self) -> None:
-        """Note whether random numbers were drawn since the last call; called around reseeding."""
+        """Note whether random numbers were drawn since the last call; called before reseeding."""
         self.has_drawn |= self._states is not None and self._states.have_changed()
         self._states = None
 
@@ -87,7 +89,7 @@ class _WatchedPass(MicrobatchPass):
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank reports of a check."""
+    """What one rank reports about a check."""
 
     evidence: tuple[Evidence, ...]
     limits: Limits
@@ -102,11 +104,11 @@ class _Seen:
     counts: Mapping[Counting, float] = field(default_factory=dict)
     failure: str = ""
     error: Exception | None = None
-    """The error with which the step ended."""
+    """The error with which the step ended; None without one."""
 
 
 class SplitRun:
-    """Runs the check when it is due, and keeps what it has found.
+    """Runs the check when it is due, and keeps its result.
 
     Args:
         module: The LightningModule.
@@ -127,7 +129,7 @@ class SplitRun:
         device: torch.device,
     ) -> None:
         self.scale = LossScale()
-        """How losses count, by the last check; the same on every rank."""
+        """How losses count, according to the last check; the same on every rank."""
         self._module = module
         self._layout = layout
         self._boundary = boundary
@@ -136,13 +138,13 @@ class SplitRun:
         self._device = device
         self._by_module = getattr(module, "num_target_tokens", None)
         self._evaluates = False
-        """Whether the step draws random numbers in train mode, so that parts run in eval mode."""
+        """Whether the step draws random numbers in train mode; parts then run in eval mode."""
         self._num_iterations = 0
         self._is_open = False
         """Whether the last check has seen only NaN, as losses are that have no targets."""
 
     def is_due(self) -> bool:
-        """Whether to check in the iteration that begins; called once for each with a cut batch."""
+        """Whether to check in the next iteration; called once for each with a cut batch."""
         self._num_iterations += 1
         return is_due(self._num_iterations - 1) or self._is_open
 
@@ -200,7 +202,7 @@ class SplitRun:
         elif self.scale.rule is None:
             rank_zero_info("%s", verdict)
         unit = self.scale.unit
-        if self.scale.rule is None:  # Only once, so that gradients in hooks keep their scale.
+        if self.scale.rule is None:  # Only once: hooks should see gradients of one scale.
             targets = [item.counts.get(verdict.rule.counting, (0.0,))[0] for item in seen]
             unit = 2.0 ** round(math.log2(max([1.0, *targets]) * max(num_microbatches, 1)))
         self.scale = LossScale(verdict.rule, verdict.rule.is_sum, unit)
@@ -293,7 +295,8 @@ class SplitRun:
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            # Checkpoints around the layers from which `autograd.grad` gets nothing: don't compare.
+            # There are checkpoints around the layers, from which `autograd.grad` gets nothing:
+            # don't compare.
             forward.has_drawn = True
         vectors = [
             torch.zeros_like(parameter) if item is None else item
@@ -303,7 +306,7 @@ class SplitRun:
         return torch.cat(found).cpu() if found else torch.zeros(1)
 
     def _chosen(self, running: RunningPlan) -> list[nn.Parameter]:
-        """Return small parameters in the last layer and behind it, or else of the whole stage."""
+        """Return small parameters of the last layer and behind it, else of the whole stage."""
         shards, specs = running.weights.shards, self._layout.specs
         whole = [
             spec

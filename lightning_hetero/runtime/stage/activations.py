@@ -1,8 +1,9 @@
 """Carry activations forward and their gradients backward between the stages of a pipeline.
 
 Each pair of ranks that exchange activations has one communicator for each direction, which carries
-micro-batches in the order of the schedule. Under NCCL's rules operations of a communicator run in
-order, and a send ends only with its receive. So no message waits behind one to another stage.
+micro-batches in the order of the schedule. Under NCCL's rules the operations of a communicator run
+in order, and a send ends only with its receive: if two stages shared one, each would wait for the
+other's messages.
 
 Only the sender knows what its layers returned for a micro-batch, so a header goes with each
 activation: shapes, dtypes, and a description of the side tensors (see `side_tensors`).
@@ -17,21 +18,20 @@ activation: shapes, dtypes, and a description of the side tensors (see `side_ten
 A send never waits until its receiver is ready to compute, because receives are posted early. The
 receive of a gradient is posted as soon as the activation has left: it has the activation's shape.
 Receives of activations (on accelerators, of their headers) are posted for as many micro-batches as
-the stage before may hold between forward and backward, since it can't be further ahead.
+the previous stage may hold between forward and backward, since it can't be further ahead.
 
 All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
 the other stage's group, and the groups may differ in size (`exchange.neighbours`). If a larger
 group receives pieces, headers are messages of their own among CPUs, too.
 
-A tensor that is sent must stay alive until it has arrived. At most as many are kept as the schedule
-has micro-batches in flight; older ones have arrived by then, so waiting for them costs nothing. In
-forward-only passes at most `MAX_KEPT_SENDS` are kept, and the wait keeps a fast stage from running
-ahead.
+A sent tensor must stay in memory until it has arrived. Sends of as many micro-batches as the
+schedule has in flight are kept; older ones have arrived by then, so waiting for them costs nothing.
+Forward-only passes keep at most `MAX_KEPT_SENDS`, so a fast stage can't run far ahead.
 
-A rank that runs several stages has a link for each; channels tell apart what it sends to one and
-the same rank. Between neighbouring stages of its own it hands itself copies, see `Mailbox`.
+A rank that runs several stages has a link for each; *channels* tell apart what it sends to one
+rank. Neighbouring stages of the same rank hand each other copies, see `Mailbox`.
 
-`measure_edges` measures how long messages between neighbouring stages take, by a round trip.
+`measure_edges` times messages between neighbouring stages by a round trip.
 """
 
 import time
@@ -69,13 +69,13 @@ class Handover:
     """Everything that a stage hands to the next one for one micro-batch."""
 
     tensors: list[Tensor] = field(default_factory=list)
-    """The activation, then side tensors of all layers before; see `side_tensors`."""
+    """The activation, then the side tensors of all layers so far; see `side_tensors`."""
     left: list[bytes] = field(default_factory=list)
     """For each earlier layer what it returned and recorded, pickled, with tensors as indices."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the shape and dtype of the hidden state that it returned."""
     changes_input: bool = False
-    """Whether the model's first layer changes its input in place, which later stages can't see."""
+    """Whether the model's first layer changes its input in place: later stages can't see that."""
 
     def copy(self) -> "Handover":
         """Return a copy, to which this stage adds what its layers return."""
@@ -147,7 +147,7 @@ class ActivationLink:
         self._sends_headers_apart = any(map(self._is_apart, following.sent if following else ()))
 
     def begin(self, held: int, held_before: int) -> None:
-        """Begin an iteration, in which stages run ahead by so many micro-batches.
+        """Begin an iteration; the arguments say how far stages run ahead.
 
         Args:
             held: Most micro-batches that this stage holds between forward and backward.
@@ -212,7 +212,7 @@ class ActivationLink:
         payload = packed(sent.tensors) if is_apart else None
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
-            # Only on CPUs several messages share a queue, because gloo has tags.
+            # Several messages share a queue on CPUs only, because gloo has tags.
             for tag, header in enumerate(headers, start=2 * piece.channel):
                 self._sent_forward.add(header, piece.receiver, first_group, tag)
             if payload is not None:
@@ -264,7 +264,7 @@ class ActivationLink:
         return self.comms.control if is_apart else self._edge(piece)
 
     def _is_apart(self, piece: SentPiece) -> bool:
-        """Whether headers are messages of their own, for messages that are sent in such pieces."""
+        """Whether headers of messages that are sent in such pieces are messages of their own."""
         return self.device.type != "cpu" or piece.count > 1
 
     def _wait(self, posted: _Posted) -> list[Tensor]:
@@ -343,8 +343,9 @@ _NUM_MEASURED = 3
 def measure_edges(links: Mapping[int, ActivationLink]) -> dict[int, Edge]:
     """Measure the link from each of a rank's stages to the next, with messages as long as the last.
 
-    Takes the rank's links by stage. The first ranks of a pipeline's stages call it together. Links
-    behind stages of even index come first, so that no stage has to answer two neighbours at once.
+    Takes the rank's links by stage. The first rank of each stage of a pipeline calls it at the same
+    time. Links behind stages of even index come first, so no stage must answer two neighbours at
+    once.
     """
     found = {}
     ends = {end for stage in links for end in (stage - 1, stage)}

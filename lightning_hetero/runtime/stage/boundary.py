@@ -1,14 +1,15 @@
 """Turn the user's whole model into one stage of it, micro-batch by micro-batch.
 
 Every layer's `forward` is wrapped once. Example: a stage that has layers 4 to 7 of 12. In the
-user's step layers 0 to 3 don't run and return unknown tensors (see `runtime.unknown`). Layer 4
-takes the activation that was received from the previous stage. After layer 7 the exception
-`StageEnd` ends the step. Only on the last stage the step goes on behind the layers, where the
-user's own code computes the loss. Nothing of the model's own forward is replaced, so whatever it
-computes before the layers (masks, rotary tables) is there on every stage.
+user's step layers 0 to 3 don't run; they return unknown tensors, which have a shape but no values
+(see `runtime.unknown`). Layer 4 takes the activation that was received from the previous stage.
+After layer 7 the exception `StageEnd` ends the step. Only on the last stage does the step go on
+after the layers, where the user's own code computes the loss. No other code of the model's forward
+is replaced, so what it computes before the layers (masks, rotary tables) is there on every stage.
 
-Random numbers are seeded before the step, at each layer and after the last one, from the iteration
-and the micro-batch, so that they don't depend on which stage draws them.
+Random number generators are seeded before the step, before each layer and after the last one, with
+the numbers of the iteration, the micro-batch and the layer. So a layer draws the same numbers on
+whichever stage it runs.
 
 Stages need a *chain*: each layer is called once, in order. If one stage runs all layers, the model
 may call them *freely*: several times, in any order, or not at all.

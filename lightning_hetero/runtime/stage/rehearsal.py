@@ -2,9 +2,9 @@
 
 A joiner hasn't seen a batch. So the ranks that train describe a layer's call, with its tensors by
 shape and dtype. The joiner makes such a call with zeros, forward and backward, before it joins.
-Short tensors of integers keep their values, because those that say where packed samples begin can't
-be zeros. One layer is called for all, since layers share their code. Under tensor parallelism, or
-if the shapes of steps vary, the first real call may compile once more.
+Short integer tensors keep their values, because those that say where packed samples begin can't be
+zeros. One call is enough for all layers, since they share their code. Under tensor parallelism, or
+if the shapes of steps vary, the first real call may still compile.
 """
 
 import io
@@ -21,7 +21,7 @@ from lightning_hetero.runtime.stage.recomputation import LayerCall
 __all__ = ["describe_call", "rehearse"]
 
 _MOST_VALUES = 1024
-"""Most integers in a tensor that keeps its values; longer ones become zeros."""
+"""Largest number of integers in a tensor that keeps its values; longer ones become zeros."""
 
 
 def describe_call(call: LayerCall) -> str:

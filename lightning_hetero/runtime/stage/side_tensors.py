@@ -1,13 +1,13 @@
-"""Send later stages what layers return beside the hidden state: losses, router logits, biases.
+"""Send to later stages what layers return beside the hidden state: losses, router logits, biases.
 
-The stage that runs a layer describes its output, which may have the hidden state, arguments of the
-layer, plain data, and other tensors. The other tensors, *side tensors*, travel beside the hidden
-state, and their gradients travel back. Stages that skip the layer return the same output, with an
-unknown hidden state. Outputs of submodules that a Hugging Face model records travel, too, if they
-are smaller than the hidden state; larger ones are unknown on later stages.
+The stage that runs a layer describes the layer's output: the hidden state, arguments of the layer,
+plain data, and other tensors. These other tensors, the *side tensors*, travel with the hidden
+state, and their gradients travel back. Stages that skip the layer rebuild the same output, with an
+unknown tensor for the hidden state. Outputs of submodules that a Hugging Face model records travel,
+too, if they are smaller than the hidden state; larger ones are unknown on later stages.
 
-Nothing else travels, so the use of anything else must not go unnoticed. Tensors with gradients that
-a layer keeps as attributes are unknown on stages that skip the layer; those in lists and dicts are
+Nothing else travels, so a use of anything else must be an error. Tensors with gradients that a
+layer keeps as attributes are unknown on stages that skip the layer; tensors in lists and dicts are
 refused; hooks inside a skipped layer get unknown tensors.
 """
 
@@ -51,7 +51,7 @@ _TORCHS_OWN = frozenset(vars(nn.Module()))
 
 
 class SideTensors:
-    """Describes the outputs of layers, and makes them again on stages that skip the layers.
+    """Describes the outputs of layers, and rebuilds them on stages that skip the layers.
 
     Args:
         layers: The model's layers in order.
@@ -59,7 +59,7 @@ class SideTensors:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._parts = [[*layer.modules()] for layer in layers]
-        # Only hooks on submodules: a layer's own hooks run around its forward in any case.
+        # Only hooks on submodules: a layer's own hooks run around its wrapped forward in any case.
         self._hooks = [
             [
                 (part, hooks)
@@ -83,7 +83,7 @@ class SideTensors:
         """Add to a handover what a layer has returned and recorded, with its tensors.
 
         Args:
-            before: What `num_recorded` returned before the layer ran.
+            before: The result of `num_recorded` before the layer ran.
             call: The layer's call.
             output: What it returned.
             whole: Its whole hidden state; only smaller records travel.
@@ -149,7 +149,7 @@ class SideTensors:
         return tuple(returned)
 
     def _show_hooks(self, index: int) -> None:
-        """Call hooks inside a skipped layer with unknown tensors."""
+        """Call the hooks inside a skipped layer with unknown tensors."""
         if not any(self._hooks_alone[index]):
             return
         unknown = _nothing_known(Origin(f"what layer {index} computes", _OF_HIDDEN))
@@ -170,7 +170,7 @@ class SideTensors:
 
 
 def num_recorded() -> dict[str, int]:
-    """Return how many outputs a Hugging Face model has recorded so far in this pass, by kind."""
+    """Return how many outputs of each kind a Hugging Face model has recorded in this pass."""
     return {key: len(items) for key, items in _recorded().items()}
 
 
@@ -193,7 +193,8 @@ def _kept_in(index: int, parts: Sequence[nn.Module]) -> Iterator[tuple[int, str]
     """
     for place, part in enumerate(parts):
         for name, value in vars(part).items():
-            # A weight that `weight_norm` and the like compute has parameters named after it.
+            # A weight that e.g. `weight_norm` computes belongs to parameters whose names begin with
+            # its own.
             is_weight = any(key.startswith(f"{name}_") for key in part._parameters)
             tensors = () if name in _TORCHS_OWN or is_weight else tensors_in(value)
             if not any(tensor.grad_fn is not None for tensor in tensors):
@@ -222,15 +223,15 @@ def _nothing_known(origin: Origin) -> Unknown:
 def _dump(
     value: Any, sides: list[Tensor], given: Mapping[int, int | str] | None = None
 ) -> bytes | None:
-    """Return a pickled value, with its tensors as indices into `sides`.
+    """Return a pickled value, in which tensors are replaced by their indices in `sides`.
 
     Returns None, and adds no tensors, if the value can't be pickled.
 
     Args:
         value: What a layer has returned or recorded.
         sides: The hidden state, then the side tensors; new tensors are appended.
-        given: Names of objects that stages have that skip the layer, by identity; None for
-            records, of which large tensors don't travel.
+        given: Names, by identity, of objects that stages which skip the layer have, too. None for
+            records: large tensors in these don't travel.
     """
     known = {id(tensor): index for index, tensor in enumerate(sides) if index}
     new: list[Tensor] = []

@@ -1,6 +1,7 @@
 """Ranks meet, or say why not; those that would run different things are named at the start."""
 
 import json
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -140,3 +141,12 @@ def test_a_rank_to_which_nobody_comes_says_how_to_wait_longer(
             world_size=2,
             start_timeout=timedelta(milliseconds=300),
         )
+
+
+def test_a_port_that_is_taken_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    wait = timedelta(minutes=10)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PeerError, match=rf"store at 127.0.0.1:{port}.* MASTER_PORT"):
+            connect_store("127.0.0.1", port, global_rank=0, world_size=2, start_timeout=wait)
