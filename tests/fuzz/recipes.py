@@ -11,7 +11,7 @@ from tests.runtime.runs import pipeline, plan_of, stage
 
 NUM_LAYERS = 3
 
-PLANS: dict[str, tuple[dict[str, Any] | None, int]] = {
+PLANS: dict[str, tuple[dict[str, Any], int]] = {
     "alone": (plan_of(pipeline(stage(0, 0, 3))), 1),
     "two stages": (plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3))), 2),
     "stages reversed": (plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3))), 2),
@@ -109,14 +109,14 @@ class Recipe:
         return any(
             len(stage["ranks"]) > 1
             for name in (self.plan, self.later_plan, self.resumed_plan)
-            for pipeline in ((name and PLANS[name][0]) or {"pipelines": []})["pipelines"]
+            if name is not None
+            for pipeline in PLANS[name][0]["pipelines"]
             for stage in pipeline["stages"]
         )
 
     @property
     def num_pipelines(self) -> int:
-        plan, _ = PLANS[self.plan]
-        return 1 if plan is None else len(plan["pipelines"])
+        return len(PLANS[self.plan][0]["pipelines"])
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
