@@ -54,7 +54,7 @@ class WriterOptions:
     """How checkpoints are written."""
 
     replicas: int = 1
-    """Number of nodes that hold each part, the node of its rank included."""
+    """Number of nodes that have each part, the node of its rank included."""
     stall_s: float = 300.0
     """Seconds without progress after which a checkpoint no longer waits for storage."""
     lasting_within_s: float = 1800.0
@@ -107,7 +107,7 @@ class _Lasting:
 
 
 class Committer:
-    """Brings one rank's parts into all tiers; one thread on each rank makes the same calls.
+    """Brings one rank's parts to all tiers; one thread on each rank makes the same calls.
 
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
@@ -146,7 +146,8 @@ class Committer:
         self._whole: CheckpointId | None = None
         """The newest checkpoint of which the nodes' own tiers together have all parts."""
         self._sound: dict[TierKind, CheckpointId] = {}
-        """For each kind of tier the newest checkpoint of which all parts are in such tiers."""
+        """For each kind of tier the newest checkpoint of which tiers of this kind have all
+        parts."""
 
     @property
     def complete_steps(self) -> dict[str, int]:
@@ -396,7 +397,7 @@ def _errors_in(statuses: _Statuses) -> list[str]:
 
 
 def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
-    """Return the kinds of tiers that have the parts of all ranks with such a tier."""
+    """Return the kinds of tiers that have the parts of all ranks that have such a tier."""
     kinds = {TierKind(kind) for status in statuses for kind in status["has"]}
     return sorted(
         kind
@@ -410,10 +411,11 @@ def place_replicas(
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the ranks of other nodes that keep a copy of its part.
 
-    Each node gives its parts to the nodes that follow it in a ring. So if two nodes are lost at
-    once, parts are lost only if the two are neighbours; if copies were spread over all nodes, any
-    two nodes would do. Nodes that are `leaving` get no copies, and their own parts get at least
-    one. There are fewer copies if there are too few nodes.
+    Nodes form a ring, and each node gives its parts to the nodes that follow it. So if two nodes
+    are lost at once, parts are lost only if the two are neighbours in the ring; if copies were
+    spread over all nodes, the loss of any two nodes would lose some. Nodes that are `leaving` get
+    no copies, and their own parts get at least one. There are fewer copies if there are too few
+    nodes.
 
     Args:
         node_of_rank: Name of each rank's node.

@@ -163,24 +163,23 @@ def optimizer_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class SliceNeed:
-    """Rows [start, stop) of a parameter along `dim`, with their optimizer state."""
+    """Rows of a parameter along `dim`, with their optimizer state."""
 
     parameter: str
     shape: tuple[int, ...]
     """Shape of the whole parameter in the model that asks."""
     dim: int
-    start: int
-    stop: int
+    rows: tuple[tuple[int, int], ...]
+    """One or more intervals [start, stop)."""
     is_optional: bool = False
     """Whether a checkpoint may lack the parameter, as it lacks frozen weights without owners."""
 
     def is_just(self, dim: int, start: int, stop: int) -> bool:
         """Whether exactly these rows are needed; a whole parameter is the same along any dim."""
-        own = self.dim, self.start, self.stop
-        return own == (dim, start, stop) or all(
-            (first, last) == (0, num_rows(self.shape, along))
-            for along, first, last in (own, (dim, start, stop))
-        )
+        if (self.dim, self.rows) == (dim, ((start, stop),)):
+            return True
+        own, other = num_rows(self.shape, self.dim), num_rows(self.shape, dim)
+        return self.rows == ((0, own),) and (start, stop) == (0, other)
 
 
 def num_rows(shape: Sequence[int], dim: int) -> int:

@@ -1,8 +1,7 @@
-"""Turn a snapshot into files: safetensors with rows of the cut dim first, streamed in chunks.
+"""Encode a snapshot as safetensors files, chunk by chunk, with the cut dim of each tensor first.
 
-The header is written here because the safetensors package wants all tensors of a file at once, in
-memory and in their final layout; this needs one chunk. The files are ordinary safetensors files,
-which the package can read.
+The header is written here, because the safetensors package needs all tensors of a file in memory at
+once and in their final layout, whereas this needs one chunk. The package can read the files.
 """
 
 import io
@@ -64,7 +63,7 @@ _CHUNK_BYTES = 4 << 20
 
 @dataclass(eq=False)
 class FileBody:
-    """The bytes of a file in chunks; may be iterated several times."""
+    """The bytes of a file, in chunks; can be iterated several times."""
 
     name: str
     unit: int | None
@@ -88,7 +87,7 @@ class FileBody:
         self._checksums = checksums.finish()
 
     def entry(self) -> FileEntry:
-        """Return the manifest's entry; computes the checksums unless a write already has."""
+        """Return the manifest's entry; computes checksums unless a write has done so."""
         if self._checksums is None:
             for _ in self:
                 pass
@@ -176,7 +175,7 @@ def make_manifest(
     *,
     with_checksums: bool = True,
 ) -> PartManifest:
-    """Return the manifest of a part whose files have been written, or are read from memory."""
+    """Return the manifest of a part, whose files have been written or are read from memory."""
     return PartManifest(
         id=content.id,
         part=content.global_rank,
@@ -196,7 +195,7 @@ def make_manifest(
 def metadata_files(
     content: CheckpointContent, *, with_shared: bool | None = None
 ) -> dict[str, bytes]:
-    """Return a part's metadata files by name; metadata of all ranks is in rank 0's part alone.
+    """Return a part's metadata files by name; those about all ranks are in rank 0's part only.
 
     Raises:
         CheckpointError: See `encode_metadata`.
@@ -266,7 +265,8 @@ def _encode_file(
         cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
         rows.append((tensor, dim))
         found.append(TensorEntry(key, name, dtype, shape, by_rows, begin, end))
-    # For people: the dim and the rows [start, stop) of each tensor, whose dims begin with that dim.
+    # For people who look into the file: the dim and rows [start, stop) of each tensor, whose first
+    # dim is that dim.
     header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -281,7 +281,8 @@ def _encode_file(
 def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
     if key in item.whole_state:
         return False
-    # A parameter without dims is one row; state without dims is a count that every slice shares.
+    # A parameter without dims counts as one row; state without dims is a number that all slices
+    # share.
     return tuple(tensor.shape) == item.slice_shape and (key == WEIGHT or tensor.ndim > 0)
 
 

@@ -1,14 +1,14 @@
 """Recover a run's state from files; all ranks do it together.
 
-1. Every rank reports what its node's tiers hold, and the run's newest complete checkpoint is chosen
-   (`inventory`). Manifests that were read for this are shared among the ranks.
-2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): from its own
-   tiers and the remote store directly, from other nodes' tiers by HTTP.
+1. Every rank reports what its node's tiers have, and the run's newest complete checkpoint is chosen
+   (`inventory`). The manifests that were read for this are sent to all ranks.
+2. Every rank reads the bytes that it needs, each from its cheapest source (`fetching`): from its
+   own tiers and the remote store directly, from other nodes' tiers by HTTP.
 3. All ranks say whether they have everything. If not, all try the next older complete checkpoint.
 
-Example: ranks 0 and 1 have saved steps 100 and 200, then rank 1's node is lost with its disk, and
-no copy of its part of step 200 is left: both go on from step 100, whose parts are in the remote
-store.
+Example: ranks 0 and 1 have saved steps 100 and 200. Then rank 1's node is lost with its disk, and
+there is no copy of its part of step 200. Both ranks go on from step 100, whose parts are in the
+remote store.
 
 Ranks wait for storage while it makes progress, and give it up if it hangs. Step 2 and 3 (`take`)
 are also used for states that aren't in files (`live`).
@@ -42,11 +42,11 @@ __all__ = ["begin_run", "recover"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
-"""Most inventories that are taken, if another run deletes checkpoints in between."""
+"""Largest number of inventories, if another run deletes checkpoints in between."""
 
 
 class _ExhaustedError(CheckpointError):
-    """Some needed bytes have no source left; all ranks raise it at the same point."""
+    """Some needed bytes have no source left; all ranks raise this error at the same point."""
 
 
 @dataclass
@@ -65,7 +65,7 @@ class _Search:
 
     @classmethod
     def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> "_Search":
-        """Open a search: ranks tell each other their nodes. All ranks call it. Communicates."""
+        """Begin a search: ranks tell each other their nodes. All ranks call it. Communicates."""
         peers = peers or Peers()
         own = peers.serve(own_stores(tiers))
         rows = peers.gather([node, own])
@@ -101,7 +101,7 @@ class _Search:
         ]
         if location.kind is TierKind.REMOTE or not found:
             return None
-        # Readers spread over the ranks of that node.
+        # Each reader takes another rank of that node, in turn.
         address = found[self.peers.global_rank % len(found)]
         return PeerFiles(address, location.kind.name, self.peers.timeout_s)
 
@@ -123,7 +123,8 @@ class _Search:
             node=self.node,
             manifests=self.manifests,
             progress=progress,
-            # Less than other ranks wait for this one, so that the error names the place.
+            # Shorter than other ranks wait for this one, so that the error names the place, not the
+            # rank.
             timeout_s=self.peers.timeout_s / MARGIN,
         )
 
@@ -152,7 +153,7 @@ def recover(
         tiers: This node's tiers and the remote one.
         node: Name of this rank's node; equal on ranks that share the local tiers.
         peers: The ranks; None for a single one.
-        step: The only step to take, of whatever run; None takes the newest.
+        step: Recover this step only, of any run; None takes the newest.
         skip_unreadable: Whether to go on without tiers that can't be read.
 
     Returns:
@@ -223,9 +224,10 @@ def begin_run(
 ) -> CheckpointId:
     """Return the run's identity and this start's attempt number, as an id of step 0.
 
-    Every rank calls it after `recover`, with what that returned. Communicates. The identity is the
-    one that the lasting places know, or a new one, and is written into all of them. By identity and
-    attempt, parts that another start or another run has left are never taken for this start's.
+    Every rank calls it after `recover`, with the result of that. Communicates. The identity is the
+    one found in the lasting places, or a new one, and is written to all of them. Because of
+    identity and attempt number, parts that another start or another run has left are never mistaken
+    for this start's.
 
     Args:
         tiers: This node's tiers and the remote one.
@@ -233,7 +235,7 @@ def begin_run(
         node: Name of this rank's node.
         peers: The ranks; None for a single one.
         skip_unreadable: Whether to go on without tiers that can't be read.
-        anew: Whether a new run begins, whatever the tiers hold.
+        anew: Whether to begin a new run, whatever the tiers contain.
 
     Raises:
         CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
@@ -249,7 +251,8 @@ def begin_run(
             run = run if choice.run is None else choice.run
             attempt = choice.attempt
     own = search.looked_after
-    # The place of a recovered state already has the run's identity, so others may fail.
+    # The place of a recovered state already has the run's identity, so writing it to others may
+    # fail.
     may_fail = skip_unreadable or recovered is not None
     search.peers.do(lambda _: mark_places(own, run), may_fail=may_fail)
     return CheckpointId(0, attempt, run)

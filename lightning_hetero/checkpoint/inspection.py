@@ -266,7 +266,7 @@ def _whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
     for manifest in manifests.values():
         for item in manifest.slices:
             rows = num_rows(item.shape, item.dim)
-            need = SliceNeed(item.parameter, tuple(item.shape), item.dim, 0, rows)
+            need = SliceNeed(item.parameter, tuple(item.shape), item.dim, ((0, rows),))
             needs.setdefault(item.parameter, need)
     return [needs[name] for name in sorted(needs)]
 

@@ -1,12 +1,11 @@
 """Copy a step's state to host memory while training goes on.
 
-The owned slices change only in the optimizer step. So they can be copied while the next iteration's
-forward and backward run; code that is about to change them first waits for the copy
-(`Snapshot.wait`). On CUDA the copies go into pinned memory on a stream of their own; on the CPU a
-thread makes them. The memory on the host is allocated once and reused.
+Slices change only in the optimizer step. So they can be copied while the next iteration's forward
+and backward run; code that is about to change them first waits for the copy (`Snapshot.wait`). On
+CUDA the copies go into pinned memory on a stream of their own; on the CPU a thread makes them. The
+host memory is allocated once and reused.
 
-Each byte is read once and written once, at the bandwidth of the memory or of PCIe. From the second
-snapshot on, nothing is allocated.
+Each byte is read once and written once, at the bandwidth of memory or PCIe.
 """
 
 import threading
@@ -34,7 +33,7 @@ class Snapshot:
     _free: threading.Semaphore
 
     def wait(self) -> None:
-        """Wait until the originals may change; raise the error of the copy if it failed.
+        """Wait until the originals may change; raise the copy's error if it failed.
 
         Raises:
             TimeoutError: The device doesn't answer.
@@ -44,7 +43,7 @@ class Snapshot:
         self._future.result()
 
     def release(self) -> None:
-        """Release the memory for the next snapshot; the copies mustn't be used any more."""
+        """Free the memory for the next snapshot; the copies mustn't be used any more."""
         self._free.release()
 
 

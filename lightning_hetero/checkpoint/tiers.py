@@ -1,9 +1,9 @@
 """The places of one node's checkpoints: write and copy parts, confirm checkpoints, delete old ones.
 
 A checkpoint has one *part* for each rank. A part is *whole* in a place if its manifest is valid and
-every file has the size that the manifest says. A checkpoint is *complete* if the places together
-hold every file of all parts (`inventory`). It is *confirmed* in a tier once all ranks have said
-that they have brought their parts there. Only checkpoints older than confirmed ones are deleted,
+each file has the size that the manifest says. A checkpoint is *complete* if all places together
+have every file of all parts (`inventory`). It is *confirmed* in a tier once all ranks have said
+that such tiers have their parts. Deleted are only checkpoints that are older than confirmed ones,
 and those that this start of the run knows to be useless. A part's manifest is deleted first, so
 that a part that is half deleted doesn't count.
 """
@@ -93,9 +93,11 @@ class Location:
 class Tier:
     """One place to keep checkpoints.
 
-    disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
-    bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
-    recovered = recover(needs, [disk, bucket], node="node-3", peers=peers)
+    ::
+
+        disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
+        bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
+        recovered = recover(needs, [disk, bucket], node="node-3", peers=peers)
     """
 
     kind: TierKind
@@ -103,9 +105,9 @@ class Tier:
     store: Store
     """Where its files are."""
     keep: int = 2
-    """Complete checkpoints to keep, 1 or more; older ones are deleted."""
+    """Number of complete checkpoints to keep, 1 or more; older ones are deleted."""
     name: str = ""
-    """Tells several remote tiers apart; a node's own tiers go by the node's name."""
+    """Name that distinguishes several remote tiers; a node's own tiers have the node's name."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -114,11 +116,11 @@ class Tier:
             )
 
     def location(self, node: str) -> Location:
-        """Return the location by which all ranks know this tier of a node."""
+        """Return the location by which all ranks refer to this tier of a node."""
         return Location(self.name if self.kind is TierKind.REMOTE else node, self.kind)
 
     def is_looked_after_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
-        """Return whether a rank lists, marks and prunes the tier for all that share it."""
+        """Return whether a rank lists, marks and prunes the tier for all ranks that share it."""
         return global_rank == 0 if self.kind is TierKind.REMOTE else is_first_of_node
 
     def __str__(self) -> str:
@@ -126,7 +128,7 @@ class Tier:
 
 
 class Source(IntEnum):
-    """Where a byte range comes from, cheapest first."""
+    """The kinds of places that a byte range can be read from, cheapest first."""
 
     OWN_MEMORY = 0
     OWN_DISK = 1
@@ -136,7 +138,7 @@ class Source(IntEnum):
 
 
 def source_of(location: Location, node: str) -> Source:
-    """Return which kind of source a location is for a node."""
+    """Return what kind of source a location is for a node."""
     if location.kind is TierKind.REMOTE:
         return Source.REMOTE
     first = Source.OWN_MEMORY if location.node == node else Source.PEER_MEMORY
@@ -155,7 +157,7 @@ def checkpoints_in(files: Iterable[str]) -> list[CheckpointId]:
 
 
 class TornError(CheckpointError):
-    """A manifest's content is wrong. Not raised if the store just doesn't answer."""
+    """A manifest's content is wrong. Not raised if the store merely doesn't answer."""
 
 
 def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartManifest:
@@ -315,7 +317,7 @@ def confirm(tier: Tier, checkpoint: CheckpointId, busy: Collection[CheckpointId]
     """Mark a checkpoint as saved by all ranks in a tier, and delete old ones there.
 
     The newest `keep` confirmed checkpoints of the run stay, and so do `busy` ones, which are being
-    read at present.
+    uploaded.
     """
     tier.store.write(f"{checkpoint.folder}/{CONFIRMED}", [b"all ranks have saved it\n"])
     files = tier.store.list()

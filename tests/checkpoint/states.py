@@ -53,9 +53,11 @@ def full_tensor(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
     return torch.randn(tuple(shape), generator=generator)
 
 
-def cut(tensor: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+def cut(tensor: torch.Tensor, dim: int, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return rows of a tensor; a tensor without dims whole."""
-    return tensor.narrow(dim, start, stop - start).clone() if tensor.ndim else tensor.clone()
+    if not tensor.ndim:
+        return tensor.clone()
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in rows], dim)
 
 
 def owned(
@@ -88,7 +90,7 @@ def contents(
     pieces: list[list[SliceContent]] = [[] for _ in range(world_size)]
     for spec in parameters:
         for piece in owners[spec.name]:
-            rows = (spec.cut_dim, piece.start, piece.stop)
+            rows = spec.cut_dim, [(piece.start, piece.stop)]
             content = SliceContent(
                 parameter=spec.name,
                 unit=unit_of(spec, plan.num_layers),
@@ -131,11 +133,14 @@ def needs_of(
     """Return what a rank asks for under a plan."""
     parameters = items or specs()
     owners = owned(plan, world_size, ownership=ownership, items=parameters)
-    return [
-        SliceNeed(spec.name, spec.shape, spec.cut_dim, piece.start, piece.stop)
+    rows = {
+        spec.name: tuple((p.start, p.stop) for p in owners[spec.name] if p.owner == rank)
         for spec in parameters
-        for piece in owners[spec.name]
-        if piece.owner == rank
+    }
+    return [
+        SliceNeed(spec.name, spec.shape, spec.cut_dim, rows[spec.name])
+        for spec in parameters
+        if rows[spec.name]
     ]
 
 
@@ -146,9 +151,10 @@ def assert_is_state(recovered: Recovered | None, needs: Sequence[SliceNeed], ste
     assert recovered.metadata["global_step"] == step
     assert [item.parameter for item in recovered.slices] == [need.parameter for need in needs]
     for item, need in zip(recovered.slices, needs, strict=True):
-        rows = (need.dim, need.start, need.stop)
-        weight = cut(full_tensor(need.parameter, need.shape, step), *rows)
-        moment = cut(full_tensor(need.parameter + "/m", need.shape, step), *rows)
+        weight, moment = (
+            cut(full_tensor(need.parameter + end, need.shape, step), need.dim, need.rows)
+            for end in ("", "/m")
+        )
         assert torch.equal(item.weight, weight), need
         assert torch.equal(item.state["exp_avg"], moment), need
         assert item.state["step"].item() == step

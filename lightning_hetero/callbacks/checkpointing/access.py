@@ -1,8 +1,8 @@
 """One rank's access to the places where a run keeps checkpoints: leases, run identity, writer.
 
-A rank may save only after three steps. It takes the leases of its places, so that no other job
-writes there. It recovers the newest checkpoint, unless it goes on from a state that ranks still
-have in memory. It enters the run, which gives its checkpoints an identity.
+A *lease* of a place is a file there that keeps other jobs from writing to it. A rank may save only
+after three steps: it takes the leases; it recovers the newest checkpoint, unless the ranks still
+have a newer state in memory; and it enters the run, which gives its checkpoints an identity.
 """
 
 import logging
@@ -47,7 +47,8 @@ class Access:
     Args:
         places: This node's places.
         peers: All ranks; used by one thread at a time.
-        is_first_of_node: Whether this rank looks after its node's places.
+        is_first_of_node: Whether this rank takes care of its node's places for all ranks of the
+            node.
         options: Options of the writer.
         skip_unreadable: Whether to go on without places that can't be read.
     """
@@ -74,10 +75,10 @@ class Access:
         self._is_closed = False
 
     def take_leases(self, *, tidies: bool = True) -> None:
-        """Open the places, tell the nodes apart and take the leases.
+        """Open the places, find out which ranks share a node, and take the leases.
 
         Args:
-            tidies: Whether to remove what earlier runs left; once per start, as it may be much.
+            tidies: Whether to remove files of earlier runs; once per start, as it may take long.
 
         Raises:
             CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
@@ -99,7 +100,8 @@ class Access:
                     self._leases[-1].take()
             return tiers
 
-        # Other ranks wait while one checks whether a lease's owner lives, or a place is slow.
+        # Other ranks wait while one checks whether the owner of a lease is alive, or while storage
+        # is slow.
         try:
             taking, answers = self._peers.do(take, lambda _: {"node": self._places.node})
         except BaseException:
@@ -119,11 +121,11 @@ class Access:
         )
 
     def enter(self, recovered: Recovered | None, *, anew: bool = False) -> CheckpointId:
-        """Make the writer; return the id of step 0 of this attempt, see `begin_run`.
+        """Make the writer; return this attempt's id of step 0, see `begin_run`.
 
         Args:
             recovered: The state from which the ranks go on.
-            anew: Whether a new run begins, whatever the places hold.
+            anew: Whether to begin a new run, whatever the places contain.
 
         Raises:
             CheckpointError: See `begin_run`.
@@ -159,7 +161,7 @@ class Access:
         return self._writer
 
     def close(self) -> None:
-        """Finish all that was started; see `CheckpointWriter.close`."""
+        """Finish all saves that were started; see `CheckpointWriter.close`."""
         writer, self._is_closed = self.writer, True
         writer.close()
 
@@ -172,12 +174,12 @@ class Access:
 
 
 def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
-    """Check that the remote store, if there is one, takes checkpoints; every rank calls it.
+    """Check that the remote store, if there is one, accepts checkpoints; every rank calls it.
 
     Communicates.
 
     Raises:
-        CheckpointError: It takes none; all ranks raise it.
+        CheckpointError: It doesn't; all ranks raise it.
     """
 
     def ask(_: Progress) -> None:
@@ -188,7 +190,7 @@ def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
 
 
 def peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
-    """Return the ranks of this fit; after a loss this rank may be the only one that is left."""
+    """Return the ranks of this fit; after losses this rank may be the only one."""
     strategy = run_of(trainer).strategy
     if strategy is None or trainer.world_size == 1:
         return Peers(timeout_s=timeout_s)
