@@ -7,17 +7,17 @@ import random
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from tests.runtime.runs import pipeline, plan_of, stage
+from tests.plans import ALONE, COPIES, STAGES, pipeline, plan_of, stage
 
 NUM_LAYERS = 3
 
 PLANS: dict[str, tuple[dict[str, Any], int]] = {
-    "alone": (plan_of(pipeline(stage(0, 0, 3))), 1),
-    "two stages": (plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3))), 2),
+    "alone": (ALONE, 1),
+    "two stages": (STAGES, 2),
     "stages reversed": (plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3))), 2),
     "three stages": (plan_of(pipeline(stage(0, 0, 1), stage(2, 1, 2), stage(1, 2, 3))), 3),
     "a rank at both ends": (plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(0, 2, 3))), 2),
-    "data parallel": (plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3))), 2),
+    "data parallel": (COPIES, 2),
     "unequal pipelines": (
         plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(2, 0, 1), stage(1, 1, 3))),
         3,

@@ -160,19 +160,3 @@ class Watch(L.Callback):
                 storages = {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, tensors)}
                 self.parameter_bytes.append(sum(storages.values()))
             self.peak_in_flight = engine.peak_in_flight
-
-
-def stage(ranks: int | list[int], first: int, last: int) -> dict[str, Any]:
-    ranks = [ranks] if isinstance(ranks, int) else ranks
-    return {"ranks": ranks, "layers": [first, last]}
-
-
-def pipeline(
-    *stages: dict[str, Any], num_microbatches: int | None = None, **sizes: int
-) -> dict[str, Any]:
-    count = {} if num_microbatches is None else {"num_microbatches": num_microbatches}
-    return {"stages": list(stages), **count, **sizes}
-
-
-def plan_of(*pipelines: dict[str, Any]) -> dict[str, Any]:
-    return {"pipelines": list(pipelines)}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.peft_runs import (
     PeftCase,
@@ -19,7 +20,6 @@ from tests.runtime.peft_runs import (
     train_and_unfreeze,
     train_with_checkpoints,
 )
-from tests.runtime.runs import pipeline, plan_of, stage
 
 peft = pytest.importorskip("peft")
 load_file = pytest.importorskip("safetensors.numpy").load_file

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import (
     CONFIGS,
@@ -14,7 +15,6 @@ from tests.runtime.huggingface_runs import (
     HuggingFaceOutcome,
     train,
 )
-from tests.runtime.runs import pipeline, plan_of, stage
 
 pytestmark = pytest.mark.dist
 
