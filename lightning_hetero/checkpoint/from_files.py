@@ -10,8 +10,8 @@ Example: ranks 0 and 1 have saved steps 100 and 200. Then rank 1's node is lost 
 there is no copy of its part of step 200. Both ranks go on from step 100, whose parts are in the
 remote store.
 
-Ranks wait for storage while it makes progress, and give it up if it hangs. Step 2 and 3 (`take`)
-are also used for states that aren't in files (`live`).
+Ranks wait for storage as long as it makes progress, and give it up if it hangs. Steps 2 and 3
+(`take`) also recover states that aren't in files (`live`).
 """
 
 import logging

@@ -65,7 +65,7 @@ class HostBuffer:
         """Start a snapshot.
 
         Raises:
-            TimeoutError: Storage still reads the memory of the earlier one.
+            TimeoutError: A hanging write still reads the memory of the previous snapshot.
         """
         if not self._free.acquire(blocking=False):
             raise TimeoutError("The last checkpoint hasn't been written yet.")
@@ -85,7 +85,7 @@ class HostBuffer:
         )
 
     def close(self) -> None:
-        """End the copying thread once it is done; doesn't wait."""
+        """End the copying thread after its work; doesn't wait for it."""
         self._copier.finish()
 
     def _start(self, tensors: Sequence[torch.Tensor]) -> "Future[None]":
@@ -100,7 +100,7 @@ class HostBuffer:
         device = next(tensor.device for tensor in tensors if tensor.is_cuda)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Behind the work that is queued already.
+        # After the work that is queued already.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             _copy(tensors, self._copies)

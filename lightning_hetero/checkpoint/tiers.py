@@ -188,10 +188,10 @@ class StoredPart:
 
     manifest: PartManifest
     stores: Mapping[TierKind, Store]
-    """The stores that have it, by kind of tier, fastest first; the remote one only if no own tier
-    has it."""
+    """The stores that have the part, by kind of tier, fastest first; the remote one only if no own
+    tier has it."""
     errors: Sequence[str]
-    """For each tier that doesn't have it, why."""
+    """For each tier that doesn't have the part, the reason."""
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -207,17 +207,17 @@ def write_part(
     remote: Tier | None,
     progress: Progress,
 ) -> StoredPart:
-    """Write a part into all own tiers that take it, else into the remote one.
+    """Write a part to all own tiers that accept it; if none does, to the remote tier.
 
-    The manifest comes last: only then the part exists. What a tier has taken of a part before it
-    failed is deleted, so that a full disk doesn't fill up with useless files.
+    The manifest is written last: until then the part doesn't count. If a tier fails, what it
+    already has of the part is deleted, so that a full disk isn't filled with useless files.
 
     Args:
         content: The state, in host memory.
         metadata: See `encode_part`.
         own: The node's own tiers, fastest first.
         remote: The remote tier, None if there is none.
-        progress: Ticks with every chunk.
+        progress: Notified of each chunk.
 
     Raises:
         CheckpointError: The state isn't finite or can't be encoded.
@@ -235,7 +235,7 @@ def write_part(
             _write_manifest(tier.store, make_manifest(content, bodies, slices))
             stores[tier.kind] = tier.store
         except Exception as error:
-            # Stores raise all kinds of errors; the next tier may still take the part.
+            # Stores raise many kinds of errors, and the next tier may still accept the part.
             text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
             _log.warning("%s", text)
             errors.append(text)
