@@ -1,12 +1,9 @@
-"""Draw the timeline of a simulation, or write it as a Chrome trace.
+"""Draw the timeline of a simulation.
 
 The picture has one lane per stage, forwards and backwards numbered, and messages between lanes.
 Beside it, a bar per stage shows what fills its devices, stacked by term. Pipelines that differ only
 in ranks are drawn once.
 matplotlib is optional; without it a plot is refused with the command that installs it.
-
-A trace opens in https://ui.perfetto.dev or chrome://tracing. It has one process per pipeline and,
-per stage, one row for computation and one for each kind of traffic, since these overlap.
 """
 
 import math
