@@ -204,7 +204,6 @@ class StartUp:
         """Return the expected facts of each stage, and lines on the expected iteration."""
         auto = self._planned
         if auto is not None and auto.simulation is not None:
-            assert auto.basis is not None
             return auto.simulation.stages, [auto.summary]
         lines = [] if auto is None else [auto.summary]
         if (longest := self._longest_microbatches) is not None:
