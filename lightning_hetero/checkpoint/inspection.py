@@ -21,7 +21,7 @@ from lightning_hetero.checkpoint.content import (
     optimizer_state_dict,
 )
 from lightning_hetero.checkpoint.fetching import Recovered, cheapest
-from lightning_hetero.checkpoint.from_files import recover
+from lightning_hetero.checkpoint.from_files import Recovery
 from lightning_hetero.checkpoint.inventory import (
     Inventory,
     Manifests,
@@ -303,7 +303,8 @@ def export_checkpoint(
     view = look(tiers, step=step)
     # A run that still writes may have deleted this checkpoint by now; then a newer one is read,
     # which has the same parameters.
-    recovered = recover(_whole_needs(view.manifests), tiers, step=step, skip_unreadable=True)
+    recovery = Recovery(tiers, skip_unreadable=True)
+    recovered = recovery.recover(_whole_needs(view.manifests), step=step)
     assert recovered is not None, "what was seen was complete"
     checkpoint = _consolidate(recovered)
     if "pytorch-lightning_version" not in checkpoint:

@@ -95,7 +95,7 @@ class Tier:
 
     disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
     bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
-    recovered = recover(needs, [disk, bucket], node="node-3", peers=peers)
+    recovered = Recovery([disk, bucket], node="node-3", peers=peers).recover(needs)
     """
 
     kind: TierKind

@@ -14,13 +14,13 @@ from lightning_hetero.checkpoint import (
     CheckpointWriter,
     Peers,
     Recovered,
+    Recovery,
     SliceContent,
     SliceNeed,
     Store,
     Tier,
     TierKind,
     WriterOptions,
-    recover,
 )
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.owners import assign_owners
@@ -213,6 +213,16 @@ class Nodes:
     def lose(self, node: str) -> None:
         self.memory[node].files.clear()
         self.disk[node].files.clear()
+
+
+def recover(
+    needs: Sequence[SliceNeed], tiers: Sequence[Tier], *, step: int | None = None, **options: Any
+) -> Recovered | None:
+    return Recovery(tiers, **options).recover(needs, step=step)
+
+
+def begin_run(tiers: Sequence[Tier], **options: Any) -> CheckpointId:
+    return Recovery(tiers, **options).begin_run()
 
 
 def save_all(

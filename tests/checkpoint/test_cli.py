@@ -11,11 +11,10 @@ from lightning_hetero.checkpoint import (
     Peers,
     Tier,
     TierKind,
-    recover,
 )
 from lightning_hetero.cli import main
 from lightning_hetero.core.plan import ParallelPlan
-from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
+from tests.checkpoint.states import assert_is_state, contents, needs_of, recover, run_ranks
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)
 ONE = ParallelPlan.even(world_size=1, num_layers=4)

@@ -15,7 +15,6 @@ from lightning_hetero.checkpoint import (
     Store,
     Tier,
     TierKind,
-    recover,
 )
 from lightning_hetero.checkpoint.inspection import prune
 from lightning_hetero.checkpoint.inventory import (
@@ -34,7 +33,7 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
-from tests.checkpoint.states import TWO, assert_is_state, contents, needs_of, run_ranks
+from tests.checkpoint.states import TWO, assert_is_state, contents, needs_of, recover, run_ranks
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)
 STEPS = (1, 2, 3)

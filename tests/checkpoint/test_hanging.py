@@ -19,7 +19,6 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
     WriterOptions,
-    recover,
 )
 from lightning_hetero.checkpoint.deadlines import HangingError
 from lightning_hetero.core.errors import CheckpointError
@@ -32,6 +31,7 @@ from tests.checkpoint.states import (
     contents,
     disk,
     needs_of,
+    recover,
     run_ranks,
     save_all,
 )

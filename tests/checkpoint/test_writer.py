@@ -13,7 +13,6 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
     WriterOptions,
-    recover,
 )
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
@@ -25,6 +24,7 @@ from tests.checkpoint.states import (
     contents,
     disk,
     needs_of,
+    recover,
     run_ranks,
 )
 

@@ -13,7 +13,6 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
     WriterOptions,
-    recover,
 )
 from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError
@@ -26,6 +25,7 @@ from tests.checkpoint.states import (
     contents,
     disk,
     needs_of,
+    recover,
     run_ranks,
 )
 
