@@ -1,10 +1,12 @@
 """Nothing committed is ever lost, whatever fails or hangs; failures come out on all ranks."""
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
@@ -15,7 +17,7 @@ from lightning_hetero.checkpoint import (
     WriterOptions,
 )
 from lightning_hetero.checkpoint.manifest import Buffer
-from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.errors import CheckpointError, PeerError
 from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
@@ -71,6 +73,38 @@ def test_what_no_own_tier_has_from_all_ranks_is_told_on_all_and_the_remote_still
     results = run_ranks(2, lambda rank, peers: recover(needs[rank], tiers, peers=peers))
     for rank in range(2):
         assert_is_state(results[rank], needs[rank], 2)
+
+
+def test_where_there_is_only_a_remote_a_leaving_node_needs_no_copies() -> None:
+    remote = MemoryStore()
+
+    def save(rank: int, peers: Peers) -> None:
+        tiers = [Tier(kind=TierKind.REMOTE, store=remote)]
+        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
+        saved = writer.save(contents(1, TWO, 2)[rank], leaving=["b"])
+        saved.wait_until_confirmed(20)
+        assert saved.wait_until_uploaded(20)
+        writer.close()
+
+    run_ranks(2, save)
+    assert "step-000000000001-000000/confirmed" in remote.files
+
+
+def test_after_the_loss_of_a_rank_nothing_is_written_and_every_save_says_so() -> None:
+    is_gone = threading.Event()
+    peers = Peers(HashStore(), world_size=2, timeout_s=20.0, is_over=is_gone.is_set)
+    store = MemoryStore()
+    writer = CheckpointWriter([disk(store)], node_of_rank=["a", "b"], peers=peers)
+    is_gone.set()
+    for step in (1, 2, 3):
+        saved = writer.save(contents(step, TWO, 2)[0])
+        for wait in (saved.wait_until_confirmed, saved.wait_until_uploaded):
+            with pytest.raises(PeerError, match="lost another rank"):
+                wait(20)
+        assert saved.snapshot is not None, "the memory is free again"
+    assert {int(name.split("-")[1]) for name in store.files} == {1}
+    with pytest.raises(CheckpointError, match=r"No lasting place.*lost another rank"):
+        writer.close()
 
 
 @pytest.mark.parametrize("within_s", [0.0, 3600.0])
