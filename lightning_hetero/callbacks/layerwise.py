@@ -1,9 +1,9 @@
 """`LayerwiseCheckpoint`: save slices in the background, and go on from the newest checkpoint.
 
-At a step boundary every rank hands its slices, their optimizer state and the state of the loops to
-a `CheckpointWriter`; training waits only for the copy to host memory. When fitting starts, the
+After a step every rank passes its slices, their optimizer state and the state of Lightning's loops
+to a `CheckpointWriter`; training waits only for the copy to host memory. When fitting starts, the
 newest complete checkpoint in any place is restored, whatever plan and number of ranks saved it
-(AutoHet §IV). No algorithm lives here; see `lightning_hetero.checkpoint`.
+(AutoHet §IV). This callback only connects Lightning with `lightning_hetero.checkpoint`.
 """
 
 import time
@@ -56,12 +56,12 @@ __all__ = ["LayerwiseCheckpoint"]
 
 
 class LayerwiseCheckpoint(Checkpoint):
-    """Save every n optimizer steps, layer by layer and slice by slice; resume by itself.
+    """Save every n optimizer steps, layer by layer and slice by slice, and resume automatically.
 
     `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
-    holds; a `ckpt_path` counts at the first start only. Delete the folders, on all nodes, to start
-    anew. Only one job at a time may use them. Works under `HeteroStrategy`, whatever the plans that
-    save and resume, and on a single device.
+    has; a `ckpt_path` is read at the first start only. To start anew, delete the folders on all
+    nodes. Only one job at a time may use them. The callback works under `HeteroStrategy`, also if
+    the run is resumed under another plan, and on a single device.
 
     ::
 
@@ -74,22 +74,23 @@ class LayerwiseCheckpoint(Checkpoint):
             checkpoints only in `local_dir`.
         every_n_train_steps: Optimizer steps between checkpoints; the last step is saved as well.
         local_dir: A folder on each node's own disk, not shared between nodes. A restart then reads
-            from the remote store only what no node has any more.
-        replicas: Number of nodes that keep each slice locally; 2 survives the loss of a node.
-        keep: Complete checkpoints to keep on disk and in the remote store.
-        shared_memory: Whether to keep the newest checkpoint in shared memory as well, where it
-            survives the process. The memory is freed when the run has ended and another place has
-            that checkpoint.
+            from the remote store only what no node has.
+        replicas: Number of nodes that store each slice locally; with 2 the loss of a node loses no
+            slice.
+        keep: Number of complete checkpoints to keep on disk and in the remote store.
+        shared_memory: Whether to keep the newest checkpoint also in shared memory, where it
+            outlives the process. That memory is freed when the run has ended and a disk or store
+            has the checkpoint.
         timeout: How long to wait for storage that makes no progress, or for a rank that doesn't
             answer. Storage that is slow but makes progress is waited for without limit.
-        lasting_within: How long training goes on while neither a disk nor a store takes a
+        lasting_within: How long training goes on while neither a disk nor a store accepts a
             checkpoint; after that it ends with an error. A failed save isn't repeated: the next
-            checkpoint is the next try.
+            checkpoint is the next attempt.
         storage_options: Options of the URL's filesystem, such as an endpoint.
-        skip_unreadable: Whether to go on without a place that can't be read when fitting starts,
-            though it may hold the newest checkpoint.
-        resume: Whether to go on from the newest checkpoint. If False, each start of the script
-            begins a run of its own: old checkpoints stay, but no later start goes on from them.
+        skip_unreadable: Whether to ignore places that can't be read when fitting starts, although
+            one may have the newest checkpoint.
+        resume: Whether to continue from the newest checkpoint. If False, each start of the script
+            begins a new run: old checkpoints stay, but no later start continues from them.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
@@ -126,7 +127,8 @@ class LayerwiseCheckpoint(Checkpoint):
             shared_memory=shared_memory,
             keep=keep,
             storage_options=storage_options or {},
-            # Shorter than ranks wait for each other, so that the error names the place, not a rank.
+            # Half of it: ranks wait for each other for longer, so the error names the storage, not
+            # a rank.
             stall_s=stall_s / 2,
         )
         self.saved: SavedCheckpoint | None = None
@@ -146,7 +148,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._start = CheckpointId(0)
         self._last_step = 0
         self._found: Found | None = None
-        """The state that is being restored, until training starts."""
+        """The state that is being restored; None once training has started."""
         self._live = LiveSteps()
         self._phases = {"meet": time.time()}
         """When each phase of a start began, in seconds since 1970."""
@@ -166,7 +168,7 @@ class LayerwiseCheckpoint(Checkpoint):
                 )
             self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and run.has_joiners:
-                # Before anything is planned or measured.
+                # Early, before the run spends time on planning and measuring.
                 probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
 
     @override
@@ -206,7 +208,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if recovered is None:
             return
         self._phases["load"] = time.time()
-        # A step that ranks still hold in memory may never have been saved, or not by all ranks.
+        # A step that ranks still have in memory may not have been saved, or not by all ranks.
         self._last_step = 0 if live is recovered else recovered.id.step
         restore(trainer, recovered)
         if goes_on:
@@ -237,7 +239,8 @@ class LayerwiseCheckpoint(Checkpoint):
             self._report(trainer)
             go_on(trainer, found.recovered)
         elif strategy is not None and strategy.processes.outlives_ranks:
-            # Save at once: before the first checkpoint the state of a lost rank would be gone.
+            # Save at once: before the first checkpoint, the state of a lost rank couldn't be
+            # recovered.
             self._live.note_step(trainer)
             self._save(trainer)
 
@@ -251,7 +254,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Weight averaging swaps weights now.
+        # Weight averaging may swap weights now.
         self._wait_for_snapshot()
         self._live.begin_evaluation(trainer)
 
@@ -271,7 +274,7 @@ class LayerwiseCheckpoint(Checkpoint):
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
-        self._live.note_step(trainer)  # First, since ranks wait for each other from here on.
+        self._live.note_step(trainer)  # First: from here on ranks wait for each other.
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         is_saved = False
@@ -292,7 +295,7 @@ class LayerwiseCheckpoint(Checkpoint):
             self._save(trainer).wait_for_snapshot()
 
     def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> SavedCheckpoint:
-        """Save the step that has ended, and copy the parts of nodes that leave to others."""
+        """Save the step that has ended, and copy the parts of `leaving` nodes to others."""
         saved = self._save(trainer, leaving=leaving)
         if self._writer is not None:
             self._writer.upload_newest()
@@ -320,7 +323,7 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._writer is not None and self._leases is not None:
             self._leases.raise_if_lost()
-            # Raises unless a lasting place has the newest checkpoint; then shared memory is kept.
+            # Raises unless a lasting place has the newest checkpoint; shared memory then keeps it.
             self._writer.close()
             note(trainer, "checkpoint", complete=self._writer.complete_steps)
         if trainer.local_rank == 0 and self.saved is not None:
@@ -336,25 +339,25 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # Don't wait for unfinished writes: peers may be gone, and a restart is due.
+        # Don't wait for unfinished writes: other ranks may be gone, and a restart is due.
         self._let_go()
         self._live = LiveSteps()
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
+        """Whether this rank has the last step's state, and ranks not `leaving` all its rows."""
         return self._live.can_go_on(trainer, leaving)
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Keep the last step's state, before anything is torn down; see `SavesSlices`."""
+        """Keep the last step's state in memory before anything is torn down; see `SavesSlices`."""
         return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
-        """Measure the seconds of the next start from now on."""
+        """Restart the clock that measures the phases of a start."""
         self._phases = {"meet": time.time()}
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # After a run's end this does nothing. After the loss of a rank another fit may follow.
+        # Does nothing after a run's normal end. After the loss of a rank, another fit may follow.
         self._let_go()
         self.saved = self._found = None
 
@@ -369,7 +372,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
 
 def _reset_metrics(module: pl.LightningModule) -> None:
-    """Reset metrics, as a new process would: all ranks must have seen the same steps."""
+    """Reset metrics, as a new process would: those of all ranks must cover the same steps."""
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.reset()

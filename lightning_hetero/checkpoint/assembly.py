@@ -5,9 +5,9 @@ the tensor-parallel degree. The parts of a checkpoint have rows of parameters, t
 needs of a part is the overlap (AutoHet §IV-B.2, Figure 6). Example: a rank needs rows 0 to 5; part
 0 has rows 0 to 3, part 1 rows 4 to 7: it reads all rows of part 0, and rows 4 and 5 of part 1.
 
-Stored tensors have their cut dim first, so an overlap is one byte range. A reader that cuts along
-another dim than the writer reads all rows and cuts them itself. Tensors are filled chunk by chunk,
-in any order.
+Stored tensors have their cut dim first, so an overlap is one range of bytes. If the reader cuts
+along another dim than the writer did, it reads all rows and cuts them itself. Tensors are filled
+chunk by chunk, in any order.
 """
 
 import io

@@ -1,7 +1,7 @@
-"""Turn a snapshot into files: safetensors with rows of the cut dim first, streamed in chunks.
+"""Encode a snapshot as safetensors files, chunk by chunk, with the cut dim of each tensor first.
 
-The header is written here because the safetensors package wants all tensors of a file at once; this
-needs one chunk. The files are ordinary safetensors files, which the package can read.
+The header is written here, because the safetensors package needs all tensors of a file at once,
+whereas this needs one chunk. The package can read the files.
 """
 
 import io
@@ -62,7 +62,7 @@ _CHUNK_BYTES = 4 << 20
 
 
 class FileBody:
-    """The bytes of a file, which lie in several pieces of memory; may be iterated several times.
+    """The bytes of a file, which lie in several pieces of memory; can be iterated several times.
 
     Args:
         name: Name inside the checkpoint's folder.
@@ -93,7 +93,7 @@ class FileBody:
         self._checksums = checksums.finish()
 
     def entry(self) -> FileEntry:
-        """Return the manifest's entry; computes the checksums unless a write already has."""
+        """Return the manifest's entry; computes checksums unless a write has done so."""
         if self._checksums is None:
             for _ in self:
                 pass
@@ -159,7 +159,7 @@ def make_manifest(
     *,
     with_checksums: bool = True,
 ) -> PartManifest:
-    """Return the manifest of a part whose files have been written, or are read from memory."""
+    """Return the manifest of a part, whose files have been written or are read from memory."""
     return PartManifest(
         id=content.id,
         part=content.global_rank,
@@ -179,7 +179,7 @@ def make_manifest(
 def metadata_files(
     content: CheckpointContent, *, with_shared: bool | None = None
 ) -> dict[str, bytes]:
-    """Return a part's metadata files by name; metadata of all ranks is in rank 0's part alone.
+    """Return a part's metadata files by name; those about all ranks are in rank 0's part only.
 
     Raises:
         CheckpointError: See `encode_metadata`.
@@ -247,7 +247,8 @@ def _encode_file(
         header[full_key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
         found.append(TensorEntry(key, name, dtype, shape, item.is_by_rows(key), begin, end))
-    # For people: the dim and the rows [start, stop) of each tensor, whose dims begin with that dim.
+    # For people who look into the file: the dim and rows [start, stop) of each tensor, whose first
+    # dim is that dim.
     header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

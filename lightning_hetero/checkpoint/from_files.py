@@ -1,17 +1,17 @@
 """Recover a run's state from files; all ranks do it together.
 
-1. Every rank reports what its node's tiers hold, and the run's newest complete checkpoint is chosen
-   (`inventory`). Manifests that were read for this are shared among the ranks.
-2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): from its own
-   tiers and the remote store directly, from other nodes' tiers by HTTP.
+1. Every rank reports what its node's tiers have, and the run's newest complete checkpoint is chosen
+   (`inventory`). The manifests that were read for this are sent to all ranks.
+2. Every rank reads the bytes that it needs, each from its cheapest source (`fetching`): from its
+   own tiers and the remote store directly, from other nodes' tiers by HTTP.
 3. All ranks say whether they have everything. If not, all try the next older complete checkpoint.
 
-Example: ranks 0 and 1 have saved steps 100 and 200, then rank 1's node is lost with its disk, and
-no copy of its part of step 200 is left: both go on from step 100, whose parts are in the remote
-store.
+Example: ranks 0 and 1 have saved steps 100 and 200. Then rank 1's node is lost with its disk, and
+there is no copy of its part of step 200. Both ranks go on from step 100, whose parts are in the
+remote store.
 
-Ranks wait for storage while it makes progress, and give it up if it hangs. Step 2 and 3 (`take`)
-are also used for states that aren't in files (`live`).
+Ranks wait for storage as long as it makes progress, and give it up if it hangs. Steps 2 and 3
+(`take`) also recover states that aren't in files (`live`).
 """
 
 import logging
@@ -42,11 +42,11 @@ __all__ = ["Recovery"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
-"""Most inventories that are taken, if another run deletes checkpoints in between."""
+"""Largest number of inventories, if another run deletes checkpoints in between."""
 
 
 class _ExhaustedError(CheckpointError):
-    """Some needed bytes have no source left; all ranks raise it at the same point."""
+    """Some needed bytes have no source left; all ranks raise this error at the same point."""
 
 
 class Recovery:
@@ -89,7 +89,7 @@ class Recovery:
 
         Args:
             needs: The slices that this rank keeps from now on.
-            step: The only step to take, of whatever run; None takes the newest.
+            step: Recover this step only, of any run; None takes the newest.
 
         Returns:
             The state; None if no checkpoint was ever complete.
@@ -122,13 +122,13 @@ class Recovery:
     def begin_run(self, recovered: Recovered | None = None, *, anew: bool = False) -> CheckpointId:
         """Return the run's identity and this start's attempt number, as an id of step 0.
 
-        The identity is the one that the lasting places know, or a new one, and is written into all
-        of them. By identity and attempt, parts that another start or another run has left are never
-        taken for this start's.
+        The identity is the one found in the lasting places, or a new one, and is written to all of
+        them. Because of identity and attempt number, parts that another start or another run has
+        left are never mistaken for this start's.
 
         Args:
             recovered: The state that ranks go on from.
-            anew: Whether a new run begins, whatever the tiers hold.
+            anew: Whether to begin a new run, whatever the tiers contain.
 
         Raises:
             CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
@@ -143,7 +143,8 @@ class Recovery:
                 run = run if choice.run is None else choice.run
                 attempt = choice.attempt
         own = self._looked_after
-        # The place of a recovered state already has the run's identity, so others may fail.
+        # The place of a recovered state already has the run's identity, so writing it to others may
+        # fail.
         may_fail = self._skip_unreadable or recovered is not None
         self._peers.do(lambda _: mark_places(own, run), may_fail=may_fail)
         return CheckpointId(0, attempt, run)
@@ -199,7 +200,7 @@ class Recovery:
         ]
         if location.kind is TierKind.REMOTE or not found:
             return None
-        # Readers spread over the ranks of that node.
+        # Each reader takes another rank of that node, in turn.
         address = found[self._peers.global_rank % len(found)]
         return PeerFiles(address, location.kind.name, self._peers.timeout_s)
 
@@ -219,7 +220,8 @@ class Recovery:
             node=self._node,
             manifests=self._manifests,
             progress=progress,
-            # Less than other ranks wait for this one, so that the error names the place.
+            # Shorter than other ranks wait for this one, so that the error names the place, not the
+            # rank.
             timeout_s=self._peers.timeout_s / MARGIN,
         )
 

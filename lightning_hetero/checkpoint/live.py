@@ -1,16 +1,16 @@
-"""Recover a run's state from the ranks that are left after a loss, so that no step is lost.
+"""Recover a run's state from the memory of the remaining ranks after a loss, so no step is lost.
 
-With redundancy each row of a parameter is kept by two ranks. If all ranks that are left have ended
-the same step, and together have all rows, their slices are a complete checkpoint that nobody had to
-save. Example: of ranks 0, 1 and 2, where each keeps its own slice and the previous rank's, rank 1
-is lost: rank 2 still has rank 1's slice.
+With redundancy each row of a parameter is kept by two ranks. If all remaining ranks have ended the
+same step, and together have all rows, their slices are a complete checkpoint that wasn't saved.
+Example: ranks 0, 1 and 2 each keep their own slice and that of the previous rank. If rank 1 is
+lost, rank 2 still has rank 1's slice.
 
-Each rank serves its slices from memory, as one more tier, and all take what they need from there as
-they would from files. Joiners have nothing to serve, and get their slices from the others. A row is
-copied once to each rank that needs it; what a rank has itself doesn't travel.
+Each rank serves its slices from memory, as one more tier, and all read what they need from there as
+they would from files. Joiners have nothing to serve, and get their slices from the others. What a
+rank already has doesn't travel.
 
-If a rank was in the middle of an optimizer's step it has no usable state, and ranks at different
-steps have no common one. Then the newest saved checkpoint is used.
+A rank that was in the middle of an optimizer's step has no usable state, and ranks that have ended
+different steps have no common one. Then the newest saved checkpoint is used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,9 +67,9 @@ def recover_live(
 
     Args:
         needs: The slices that this rank keeps from now on.
-        own: What this rank still has, or why it has nothing to go on from; None if it has just
-            joined, or has trained no step yet, and needs others' state.
-        peers: The ranks that are left, and joiners.
+        own: What this rank has in memory, or why it has nothing to go on from; None if it has just
+            joined, or hasn't trained a step yet, and needs others' state.
+        peers: The remaining ranks and joiners.
 
     Returns:
         The state; or why a saved checkpoint must be used, the same on all ranks.
@@ -112,7 +112,7 @@ def _recover(
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
         node=str(peers.global_rank),
         reach=reach,
-        # A higher number, so that checkpoints saved from now on count as newer than earlier ones.
+        # A higher number, so that the checkpoints that follow count as newer than earlier ones.
         attempt=any_part.id.attempt + 1,
     )
     try:
@@ -141,12 +141,12 @@ def _offer(own: LiveState | str | None, peers: Peers) -> dict[str, Any] | None:
             "address": None if peers.world_size == 1 else peers.server.address,
         }
     except Exception as error:
-        # An error in a user's object mustn't end the rank: it can go on from a checkpoint.
+        # An error in a user's object mustn't end this rank: it can go on from a checkpoint.
         return {"why": f"{type(error).__name__}: {error}"}
 
 
 def _why_not(offers: Sequence[Mapping[str, Any] | None]) -> str:
-    """Return why ranks can't go on from their states; "" if nothing speaks against it so far."""
+    """Return why ranks can't go on from their states; "" if nothing is known to prevent it."""
     left = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
     for rank, offer in left.items():
         if "why" in offer:

@@ -112,8 +112,7 @@ class HookedStrategy(ConnectedStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # # `Trainer.init_module(empty_init=True)`: make no values here, since slices get them
-        # later.
+        # `Trainer.init_module(empty_init=True)`: make no values here, since slices get them later.
         with torch.device("meta") if empty_init else super().tensor_init_context():
             yield
 
@@ -181,7 +180,7 @@ class HookedStrategy(ConnectedStrategy):
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # # Callbacks that write predictions get the sample indices of this rank's pipeline only.
+        # Callbacks that write predictions get the sample indices of this rank's pipeline only.
         return self._evaluate(self._module.predict_step, batch, args, kwargs, of_pipeline=True)
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
@@ -324,8 +323,7 @@ class HookedStrategy(ConnectedStrategy):
         """
         self._failed, self.has_trained = True, False
         self._slices.await_recovery(trained_at_first)
-        # # Otherwise `teardown` would move their state to the CPU and keep the old engine in
-        # memory.
+        # Otherwise `teardown` would move their state to the CPU and keep the old engine in memory.
         self.optimizers, self._restored = [], None
         self._dealer = self._steps = self.memory = None
 
@@ -342,13 +340,13 @@ class HookedStrategy(ConnectedStrategy):
         if not self._failed:
             self._processes.stop_watching()
         elif module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            # # Lightning moves the module to the CPU. Meta tensors refuse that, which would hide
-            # the first error.
+            # Lightning moves the module to the CPU. Meta tensors refuse that, which would hide the
+            # first error.
             self._lightning_module = None
         super().teardown()
-        # # Not earlier: stand-ins have no values, so they can't be moved to the CPU as the slices
+        # Not earlier: stand-ins have no values, so they can't be moved to the CPU as the slices
         # just were.
         self._slices.leave_stand_ins()
-        # # After a failure, stop watching last: until then it also ends waits for a dead rank in
-        # this method.
+        # After a failure, stop watching last: until then it also ends waits for a dead rank in this
+        # method.
         self._processes.stop_watching()

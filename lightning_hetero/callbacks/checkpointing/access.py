@@ -1,7 +1,7 @@
 """One rank's access to the places where a run keeps checkpoints.
 
-Before ranks recover or save, they take the leases of their places, so that no other job writes
-there.
+A *lease* of a place is a file there that keeps other jobs from writing to it. Ranks take the leases
+of their places before they recover or save.
 """
 
 import logging
@@ -27,7 +27,8 @@ class Leases:
     Args:
         places: This node's places.
         peers: All ranks.
-        is_first_of_node: Whether this rank looks after its node's places.
+        is_first_of_node: Whether this rank takes care of its node's places for all ranks of the
+            node.
     """
 
     def __init__(self, places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
@@ -40,7 +41,7 @@ class Leases:
         """Take the leases, and return the node's tiers; every rank calls it. Communicates.
 
         Args:
-            tidies: Whether to remove what earlier runs left; once per start, as it may be much.
+            tidies: Whether to remove files of earlier runs; once per start, as it may take long.
 
         Raises:
             CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
@@ -62,7 +63,8 @@ class Leases:
                     self._leases[-1].take()
             return tiers
 
-        # Other ranks wait while one checks whether a lease's owner lives, or a place is slow.
+        # Other ranks wait while one checks whether the owner of a lease is alive, or while storage
+        # is slow.
         try:
             taking, _ = self._peers.do(take)
         except BaseException:
@@ -82,12 +84,12 @@ class Leases:
 
 
 def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
-    """Check that the remote store, if there is one, takes checkpoints; every rank calls it.
+    """Check that the remote store, if there is one, accepts checkpoints; every rank calls it.
 
     Communicates.
 
     Raises:
-        CheckpointError: It takes none; all ranks raise it.
+        CheckpointError: It doesn't; all ranks raise it.
     """
 
     def ask(_: Progress) -> None:
@@ -98,7 +100,7 @@ def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
 
 
 def peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
-    """Return the ranks of this fit; after a loss this rank may be the only one that is left."""
+    """Return the ranks of this fit; after losses this rank may be the only one."""
     strategy = run_of(trainer).strategy
     if strategy is None or trainer.world_size == 1:
         return Peers(timeout_s=timeout_s)

@@ -1,14 +1,14 @@
-"""Keep each step's state in memory, so that other ranks may be lost without losing the step.
+"""Keep each step's state in memory, so that no step is lost if other ranks are.
 
 A checkpoint has three kinds of entries. Slices change only in the optimizer's step, so they aren't
 copied: it is enough to know, when a rank is lost, that they are still those of the last step.
-Entries that an iteration changes are copied at the end of each step, where the step would be saved.
-Entries that never change are read when a rank is lost. The state of the last step can't be used if
-a rank is lost during an optimizer's step, or at the end of an epoch or of training: then the newest
-checkpoint is used. A validation in mid-epoch that follows the step is run again.
+Entries that each iteration changes are copied at the end of each step. Entries that never change
+are read when a rank is lost. If a rank is lost during an optimizer's step, or at the end of an
+epoch or of training, the state of the last step can't be used, and the newest saved checkpoint is.
+A validation in mid-epoch that follows the step is run again.
 
-As after any restart, metrics and logged means, which no checkpoint has, begin anew. If a module or
-a callback has a hook `on_save_checkpoint`, it is called after each step.
+As after any restart, metrics and logged means begin anew, since no checkpoint has them. If the
+module or a callback has a hook `on_save_checkpoint`, it is called after each step.
 """
 
 import copy
@@ -65,11 +65,11 @@ class _Noted:
 
     step: int
     num_changes: int
-    """How often an optimizer had begun to change the slices."""
+    """The number of times an optimizer had begun to change the slices."""
     versions: int
-    """`LiveSteps._versions` of the tensors that must not have changed since."""
+    """`LiveSteps._versions` of the tensors that must be unchanged."""
     metadata: dict[str, Any]
-    """The checkpoint's entries that an iteration changes; all entries, if hooks change them."""
+    """The checkpoint's entries that each iteration changes; all entries, if hooks change them."""
     groups: list[list[dict[str, Any]]]
     """Options of each optimizer's parameter groups."""
     random_state: RandomState
@@ -87,12 +87,12 @@ class LiveSteps:
         self._watched: list[tuple[dict[str, Any], str]] = []
         """Dict and key of each tensor that must not change between steps."""
         self._ended: _Noted | None = None
-        """The last step of an epoch whose end is under way."""
+        """The last step of an epoch whose end is being processed."""
 
     def begin_evaluation(self, trainer: pl.Trainer) -> None:
-        """Forget the state before a validation, unless one in mid-epoch follows the last step.
+        """Forget the state before a validation, unless it is one in mid-epoch after the last step.
 
-        Forget it as well if averages take the place of the weights in the validation.
+        Forget it, too, if averages replace the weights during the validation.
         """
         noted, has_averages = self._noted, any(average_models(trainer))
         if not isinstance(noted, str) and (has_averages or not noted.is_validation_due):
@@ -106,7 +106,7 @@ class LiveSteps:
         ended, self._ended = self._ended, None
         if ended is not None:
             new = self._note(trainer)
-            # The loops' state is that of the step: Lightning itself then begins the epoch.
+            # The loops' state is that of the step, from which Lightning begins the epoch by itself.
             of_step = {key: ended.metadata[key] for key in ("loops", "epoch")}
             self._noted = replace(new, metadata={**new.metadata, **of_step})
 
@@ -115,7 +115,7 @@ class LiveSteps:
         strategy = run_of(trainer).strategy
         if strategy is None or not strategy.processes.outlives_ranks:
             return
-        # By now all ranks have ended a step since the last recovery.
+        # At this point all ranks have ended a step since the last recovery.
         self.state, self._ended = _NO_STEP, None
         engine = strategy.engine
         engine.comms.step_end.note(engine.device)
@@ -225,7 +225,7 @@ class LiveSteps:
     def _versions(self) -> int:
         """Return a number that changes whenever a watched tensor is changed or replaced."""
         tensors = [registered[name] for registered, name in self._watched]
-        # A new tensor has another id; one made in inference mode has no version.
+        # A new tensor has another id; a tensor made in inference mode has no version.
         try:
             versions: int = sum(map(_version_of, tensors))
         except RuntimeError:
@@ -251,6 +251,6 @@ def _groups_of(trainer: pl.Trainer) -> list[list[dict[str, Any]]]:
 
 
 def _copied(value: _T) -> _T:
-    """Return a copy that later changes in place don't reach, without graphs of gradients."""
+    """Return a copy that later in-place changes don't reach, without autograd's graph."""
     detached: _T = apply_to_collection(value, Tensor, Tensor.detach)
     return copy.deepcopy(detached)

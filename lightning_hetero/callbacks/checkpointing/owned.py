@@ -1,9 +1,9 @@
 """Read and write the state that one rank owns: slices, their optimizer state and averages.
 
-Under `HeteroStrategy` these are the rank's master slices; on a single device every parameter is one
-slice. A rank also recovers the rows that it keeps as a standby, but doesn't save them. Checkpoints
-have nothing else of the strategy, so they can be read under any other plan, or on one device
-(AutoHet §IV-C).
+Under `HeteroStrategy` this is the state of the rank's master slices; on a single device every
+parameter is one slice. A rank also recovers the rows that it keeps as a standby, but doesn't save
+them. Checkpoints contain nothing else that depends on the plan, so they can be read under any other
+plan, or on one device (AutoHet §IV-C).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ class OwnedSlice:
     owned: tuple[Interval, ...]
     """The rows that it owns, and therefore saves."""
     parameter: nn.Parameter
-    """The optimizer's parameter of the kept rows; empty if there are none."""
+    """The optimizer's parameter for the kept rows; empty if there are none."""
 
     def rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Return rows of the parameter out of a tensor like `parameter`."""
@@ -73,7 +73,7 @@ class OwnedState:
         self._keeps_whole = False
         if hetero is not None:
             engine = hetero.engine
-            engine.settle()  # Raises if the last iteration's sums are bad, which mustn't be saved.
+            engine.settle()  # Raises if the last iteration's sums are bad: they mustn't be saved.
             layout, store = engine.layout, engine.store
             self.plan = engine.plan
             self._engine = engine
@@ -113,7 +113,7 @@ class OwnedState:
 
     def contents(self) -> tuple[SliceContent, ...]:
         """Return the slices to save; their tensors are the originals, not copies."""
-        with torch._C.DisableTorchFunctionSubclass():  # Plain tensors, not as hooks get them.
+        with torch._C.DisableTorchFunctionSubclass():  # Plain tensors, not those that hooks get.
             return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
 
     def kept_contents(self) -> tuple[SliceContent, ...]:
@@ -189,15 +189,15 @@ class OwnedState:
         ]
 
     def load_weights(self, by_name: Mapping[str, RestoredSlice]) -> None:
-        """Take over recovered weights."""
+        """Put recovered weights into the module."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for item in self.slices:
-                # A missing one is frozen, and no rank owned it when the checkpoint was saved.
+                # A missing parameter is frozen, and had no owner when the checkpoint was saved.
                 if item.spec.name in by_name:
                     item.parameter.copy_(by_name[item.spec.name].weight)
 
     def load_averages(self, by_name: Mapping[str, RestoredSlice]) -> None:
-        """Take over recovered averages of weights."""
+        """Put recovered averages of weights in place."""
         with torch.no_grad():
             for item in self.slices:
                 state = by_name[item.spec.name].state if item.spec.name in by_name else {}
@@ -208,7 +208,7 @@ class OwnedState:
     def optimizer_states(
         self, by_name: Mapping[str, RestoredSlice], saved: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return each optimizer's `state_dict` out of recovered groups and slices.
+        """Return each optimizer's `state_dict`, made of recovered groups and slices.
 
         Raises:
             CheckpointError: The optimizers' groups differ from those that were saved.
@@ -255,15 +255,15 @@ class OwnedState:
     def _is_whole(self, optimizer: Optimizer | None) -> bool:
         """Whether an optimizer's state must never be cut, even if it has the parameter's shape.
 
-        Its shape doesn't tell: the preconditioner of a square matrix has the shape of a momentum.
-        Torch's own optimizers keep only state that can be cut.
+        The shape doesn't tell: the preconditioner of a square matrix has the same shape as a
+        momentum. Torch's own optimizers have only state that can be cut.
         """
         bases = type(optimizer).__mro__ if optimizer is not None else ()
         known = any(b is not Optimizer and b.__module__.startswith("torch.optim.") for b in bases)
         return self._keeps_whole and not known
 
     def _averages_of(self, item: OwnedSlice) -> dict[str, Tensor]:
-        """Return this slice of the copies that weight averaging keeps."""
+        """Return this slice of the module's copies that weight averaging maintains."""
         return {
             f"{OF_CALLBACKS}average{index}": average.get_parameter(item.spec.name).detach()
             for index, average in enumerate(self._averages)

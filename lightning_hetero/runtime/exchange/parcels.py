@@ -175,7 +175,7 @@ class ParcelUnit:
 
     def _exchange_messages(self, sent: Sequence[SentPart]) -> list[Tensor]:
         group, operations, buffers = self.options.group, [], []
-        # # Receives first: when a gloo peer waits already, data is sent at once, without a round
+        # Receives first: when a gloo peer waits already, data is sent at once, without a round
         # trip.
         for parcel in self.parcels.arriving:
             buffers.append(self._empty(parcel.numel))

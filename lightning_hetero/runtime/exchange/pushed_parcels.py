@@ -93,7 +93,7 @@ class PushedParcels(ParcelUnit):
             return [self._parts[parcel.destination]]
         rows = []
         for part in parcel.parts:
-            # # Detached: a view would keep the gradient in memory after its plan is gone.
+            # Detached: a view would keep the gradient in memory after its plan is gone.
             gradient = self.weights.gradient(self._spec(part).name).detach()
             rows.append(narrow_rows(gradient, self._spec(part), *part.held).reshape(-1))
         return rows
@@ -175,8 +175,7 @@ class PushedParcels(ParcelUnit):
             master = self.store.masters[spec.name]
             dtype = sum_dtype([master])
             if part.is_whole_slice and not self._is_kept_twice:
-                # # The piece isn't used otherwise in this iteration, so it can become the sum
-                # itself.
+                # The piece isn't used otherwise in this iteration, so it can become the sum itself.
                 totals[spec.name] = piece.reshape(master.shape).to(dtype)
                 return
             totals[spec.name] = torch.zeros(master.shape, dtype=dtype, device=piece.device)

@@ -1,8 +1,8 @@
 """Make a process a member of a run: with all others at the first start, or as a joiner later.
 
 From then on Lightning gets the process's rank from each generation (`GenerationEnvironment`). The
-process also takes its part of the machine's cores: with two threads in each of four processes on
-two cores an iteration takes three times as long, since idle threads spin.
+process also takes its share of the machine's cores: with two threads in each of four processes on
+two cores an iteration takes three times as long, because idle threads spin.
 """
 
 import os
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 OPEN = "lightning_hetero/open membership"
-"""Key in the store, whose value is the prefix of the membership that processes may join."""
+"""Key in the store whose value is the prefix of the membership that processes may join."""
 _NUM_THREADS = "OMP_NUM_THREADS"
 _SHARED = "LIGHTNING_HETERO_SHARES_CORES"
 """Environment variable that is set if this package, not the user, has chosen the number of
@@ -51,7 +51,7 @@ threads."""
 
 
 def is_joiner() -> bool:
-    """Whether this process was started to join a run that trains, and hasn't yet."""
+    """Whether this process was started to join a running training, and hasn't joined yet."""
     return JOIN in os.environ
 
 
@@ -76,14 +76,14 @@ def open_membership(
 ) -> tuple[Membership, Heartbeat]:
     """Form the first generation of a new membership; return this process's part in it.
 
-    Every rank of the first start calls it. Tells the process's keeper, if it has one, and its
-    leases which member it is.
+    Every rank of the first start calls it. It also tells the process's keeper, if it has one, and
+    its leases which member the process is.
 
     Args:
-        met: The store in which the ranks have met, as `connect_store` returns it.
+        met: The store that all ranks have connected to, as `connect_store` returns it.
         environment: Knows this process's rank and the number of ranks.
-        facts: What this process runs; joiners must run the same.
-        silence_s: How late a heartbeat may be.
+        facts: What this process runs, by name; joiners must run the same.
+        silence_s: Seconds without a heartbeat after which a process counts as lost.
         patience_s: See `Membership`.
 
     Raises:
@@ -122,8 +122,8 @@ def join_membership(
 
     Args:
         facts: What this process runs.
-        start_timeout: How long it may take until this process is let in.
-        silence_s: How late a heartbeat may be.
+        start_timeout: How long this process waits until it is admitted.
+        silence_s: Seconds without a heartbeat after which a process counts as lost.
         patience_s: See `Membership`.
 
     Raises:
@@ -180,7 +180,7 @@ def _begin_beats(
     own = PrefixStore(prefix, server.clone())  # type: ignore[attr-defined]
     heartbeat = Heartbeat(own, number=number, interval_s=interval_s(silence_s))
     heartbeat.begin()
-    # So that its connection exists, and isn't mistaken for one that groups open later.
+    # Wait until the heartbeat's connection exists, so that it isn't taken for one of a group's.
     heartbeat.has_begun.wait(10 * heartbeat.interval_s)
     return own, heartbeat
 
@@ -191,9 +191,9 @@ def _find_node(store: Store, *, otherwise: str) -> str:
 
 
 def share_cores(num_processes: int) -> None:
-    """Take this process's part of its machine's cores, never more than before.
+    """Take this process's share of its machine's cores, but never more than it had.
 
-    A number of threads that the user has chosen isn't changed.
+    A number of threads that the user has chosen stays.
     """
     if _NUM_THREADS in os.environ and _SHARED not in os.environ:
         return
@@ -206,7 +206,7 @@ def share_cores(num_processes: int) -> None:
 class GenerationEnvironment(ClusterEnvironment):
     """Tells Lightning the ranks of a generation, and sets them in `os.environ` for other code.
 
-    When it is made, this process takes its part of the machine's cores.
+    On creation, this process takes its share of the machine's cores.
 
     Args:
         first: The environment in which the processes were started.
@@ -218,7 +218,7 @@ class GenerationEnvironment(ClusterEnvironment):
         before = first if isinstance(first, GenerationEnvironment) else None
         self.first: ClusterEnvironment = first if before is None else before.first
         self.device_index: int = first.local_rank() if before is None else before.device_index
-        """Index of this process's device on its node; unlike the local rank it never changes."""
+        """Index of this process's device on its node; it never changes, unlike the local rank."""
         rank = generation.rank_of(number)
         assert rank is not None
         nodes = list(dict.fromkeys(item.node for item in generation.members))

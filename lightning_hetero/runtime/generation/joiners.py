@@ -1,19 +1,20 @@
 """Let a process join a run that trains.
 
-1. The process, the *joiner*, does alone what it can: it imports everything and makes its module. It
-   draws a member's number, writes into the store what it runs, and sends heartbeats under that
+1. The process, the *joiner*, does alone what it can: it imports everything and builds its module.
+   It draws a member's number, writes into the store what it runs, and sends heartbeats under that
    number (`ranks.heartbeat`), as all processes do.
-2. Rank 0 checks it between two steps. If it runs something else, it is *refused*, with advice, and
-no
-   other rank notices. If it has sent heartbeats between two checks, so is alive, it is *admitted*.
-3. Ranks agree in an iteration's row that joiners wait, and all stop after the same step. The first
-   member that comes to the next generation *calls* those that were admitted; the first call counts
-   (`compare_set`). A generation that forms because a rank was lost calls nobody; the next one does.
-4. A joiner that was called writes that it is here, as all members do, and is in the proposed
-   generation. If it sends no heartbeats it counts as gone, as a member would.
+2. Rank 0 looks for joiners between two steps. It *refuses* a joiner that runs something else, and
+   says why; no other rank notices. It *admits* a joiner that has sent heartbeats between two looks,
+   so is alive.
+3. In an iteration's agreement all ranks learn that joiners wait, and all stop after the same step.
+   The first member that comes to form the next generation *calls* the admitted joiners; if several
+   do, the first call counts (`compare_set`). A generation that forms because a rank was lost calls
+   no joiners; the next one does.
+4. A joiner that was called writes that it is here, as all members do, and becomes part of the
+   proposed generation. If it sends no heartbeats it counts as gone, as a member would.
 
-A joiner that dies before it is called delays nobody. If it dies after that, the others wait for it
-as long as for the heartbeat of a lost rank.
+If a joiner dies before it is called, it delays nobody. If it dies later, the others wait for it as
+long as for the heartbeat of a lost rank.
 """
 
 import json
@@ -53,12 +54,12 @@ _log = logging.getLogger(__name__)
 
 _NUMBERS, _FIRST, _ADMITTED = "numbers", "first joiner", "admitted"
 MOST_SILENT_S = 30.0
-"""Seconds without a heartbeat after which a joiner is forgotten, and without an answer of the store
+"""Seconds without a heartbeat after which a joiner is dropped, and without an answer of the store
 after which a joiner gives up."""
 
 
 def begin_numbers(store: Store, num_first: int) -> None:
-    """Count the members of the first start, whose numbers are their ranks."""
+    """Record how many members the first start has; their numbers are their ranks."""
     store.set(_FIRST, str(num_first))
     store.add(_NUMBERS, num_first)
 
@@ -69,7 +70,7 @@ def num_first(store: Store) -> int:
 
 
 def draw_number(store: Store) -> int:
-    """Return the number of a new member, which nobody else gets."""
+    """Return a number for a new member, which no other member gets."""
     return int(store.add(_NUMBERS, 1)) - 1
 
 
@@ -79,7 +80,7 @@ class Joiner:
     Args:
         store: The membership's store.
         heartbeat: This process's heartbeat, under the number that it has drawn.
-        facts: What it runs, by name; must be the same in all members.
+        facts: What it runs, by name; all members must run the same.
     """
 
     def __init__(self, store: Store, heartbeat: Heartbeat, facts: Mapping[str, str]) -> None:
@@ -94,9 +95,9 @@ class Joiner:
         """Wait until a generation calls this process; return the generation's number.
 
         Raises:
-            ConfigurationError: It is refused: what it runs differs from what the members run.
-            PeerError: The run has ended, nobody has called in time, or the members have given this
-                process up.
+            ConfigurationError: It is refused: it runs something else than the members.
+            PeerError: The run has ended, or no generation has called this process in time, or the
+                members count it as gone.
         """
         deadline = Deadline(timeout_s)
         try:
@@ -137,7 +138,7 @@ class Admission:
     Args:
         store: The membership's store.
         heartbeat: This process's heartbeat, which can read those of others.
-        facts: What the members run; see `Joiner`.
+        facts: What the members run, by name; see `Joiner`.
     """
 
     def __init__(self, store: Store, heartbeat: Heartbeat, facts: Mapping[str, str]) -> None:
@@ -146,22 +147,22 @@ class Admission:
         self._facts = dict(facts)
         self._next = 0
         self._waiting: dict[int, int] = {}
-        """For each joiner that waits, by number, its heartbeats when it was first seen."""
+        """For each waiting joiner, by number, its count of heartbeats when it was first seen."""
         self._news = -1
 
     def look(self, num_news: int) -> bool:
         """Admit or refuse joiners; return whether admitted ones wait to be called.
 
-        Makes no call of the store while the membership hasn't changed and nobody waits.
+        Makes no call of the store while the membership is unchanged and nobody waits.
 
         Args:
-            num_news: A number that grows with each change of the membership.
+            num_news: A number that each change of the membership increases.
         """
         if num_news == self._news and not self._waiting:
             return False
         self._news = num_news
         total = int(self._store.add(_NUMBERS, 0))
-        # Lower numbers belong to members of the first start.
+        # Lower numbers are those of members of the first start.
         self._next = self._next or num_first(self._store)
         for number in range(self._next, total):
             self._waiting[number] = self._heartbeat.beats_of(number)
@@ -194,19 +195,19 @@ class Admission:
         admitted = _numbers(store, _ADMITTED)
         lives = self._heartbeat.beats_of(number) > self._waiting[number]
         if lives and number not in admitted:
-            # A joiner that doesn't wait any more has joined, was refused, or is gone.
+            # An admitted joiner that no longer waits has joined, was refused, or is gone.
             waiting = [other for other in admitted if other in self._waiting]
             store.set(_ADMITTED, json.dumps([*waiting, number]))
         return True
 
 
 def call(store: Store, generation: int, *, anybody: bool = True) -> list[int]:
-    """Call admitted joiners for a generation; return their numbers, the same for every caller.
+    """Call admitted joiners for a generation; return their numbers, equal for every caller.
 
     Args:
         store: The membership's store.
         generation: The generation's number.
-        anybody: Whether to call any; only the first caller's choice counts.
+        anybody: Whether to call any at all; only the first caller's choice counts.
     """
     waiting = [
         number
@@ -217,7 +218,7 @@ def call(store: Store, generation: int, *, anybody: bool = True) -> list[int]:
 
 
 def note_entered(store: Store, number: int) -> None:
-    """Record that a joiner is a member from now on; called before it is in a generation."""
+    """Record that a joiner becomes a member; called before it is in a generation."""
     store.set(f"entered/{number}", "")
 
 

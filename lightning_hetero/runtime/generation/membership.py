@@ -1,27 +1,27 @@
 """Agree on the members of a run: generations of members, recorded in a store that no member serves.
 
 A *member* is one process, with its own number for the whole run. A *generation* is a set of members
-that train together, and in it each has a rank. If a member is lost, leaves or joins, the generation
+that train together; each has a rank in it. If a member is lost, leaves or joins, the generation
 ends, and the remaining members agree on the next one:
 
-1. A member that has stopped using the old generation's groups writes that it is *here*. 2. A member
-is *gone* if anybody writes so: the member itself, its keeper, or a member that waits for
-   it and gets no heartbeat.
-3. As soon as every member of the old generation is here or gone, any of them proposes the next
+1. A member that has stopped using the old generation's groups records that it is *here*.
+2. A member is *gone* once anybody records that: the member itself, its keeper, or a member that
+   waits for it and sees no heartbeat.
+3. Once every member of the old generation is here or gone, any of them proposes the next
    generation: those that are here, and the joiners that were called for it (`joiners`). The first
-   proposal counts (`compare_set`), so all remaining members see the same generation.
+   proposal counts (`compare_set`), so all remaining members get the same generation.
 4. A member that isn't in the new generation ends. It was frozen or cut off. It can't disturb the
-   others, since each generation uses process groups and names in the store of its own.
+   others, because each generation has its own process groups and its own names in the store.
 
-Example: of members 0, 1 and 2 the process of 1 is killed. Its keeper writes that 1 is gone; 0 and 2
-write that they are here, and propose {0, 2}, in which member 2 has rank 1.
+Example: of members 0, 1 and 2, the process of 1 is killed. Its keeper records that 1 is gone; 0 and
+2 record that they are here, and propose {0, 2}, in which member 2 has rank 1.
 
-Because the store decides, two sides of a network partition never both train: the side that doesn't
-reach the store can't form a generation, and its old generation lacks ranks. If nobody reaches the
-store, nobody trains: all wait, and go on together if it comes back within `patience_s`, or end. The
-store is served by torchrun's agent, if the agent shares its store, or by the keeper (`keeper`) of
-rank 0's process. Both outlive every worker. If their node is lost, so is the store, and the run is
-restarted.
+Because the store decides, the two sides of a network partition never both train: the side that
+doesn't reach the store can't form a generation, and its old one lacks ranks. If no member reaches
+the store, none trains: all wait, and go on together if it answers again within `patience_s`; else
+they end. The store is served by torchrun's agent, if the agent shares its store, or by the keeper
+(`keeper`) of rank 0's process. Both outlive every worker. If their node is lost, so is the store,
+and the run is restarted.
 """
 
 import time
@@ -41,12 +41,12 @@ from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 __all__ = ["Membership"]
 
 _FEW, _LOOKS_OF_FEW, _LOOKS_OF_OTHERS = 8, 5, 50
-"""While members wait, the first 8 to come check for silent members in every 5th read, the others in
-every 50th: a check takes a call for each member, and most waits are over before it is needed."""
+"""While members wait, the first 8 check in every 5th read whether others are silent, the rest in
+every 50th: a check takes one call for each member, and most waits end before it is needed."""
 
 
 class Membership:
-    """One member's part in the membership.
+    """One member's view of the membership.
 
     ::
 
@@ -56,10 +56,10 @@ class Membership:
         generation = membership.form(members, is_silent)
 
     It is also the `Bulletin` of the generation's heartbeats. The main thread and the heartbeat's
-    thread share the store's client, so each call is short.
+    thread share one client of the store, so each call must be short.
 
     Args:
-        store: A store that no member serves, under a prefix of this run's own.
+        store: A store that no member serves, under a prefix that no other run uses.
         number: This member's number.
         node: Name of this member's node.
         admission: Admits joiners; None if no process may join.
@@ -99,9 +99,9 @@ class Membership:
         return numbers if max(numbers, default=0) < count else None
 
     def store_of(self, generation: Generation) -> Store:
-        """Return the store in which a generation's ranks meet, over a client of its own.
+        """Return the store in which a generation's ranks connect, with a client of its own.
 
-        So waits in it don't delay heartbeats.
+        Otherwise waits in it would delay heartbeats.
         """
         return records.meeting_of(self._store.clone(), generation.number)  # type: ignore[attr-defined]
 
@@ -128,16 +128,14 @@ class Membership:
         """Agree with the others on the next generation; called when the last one has ended.
 
         Args:
-            expected: Numbers of the members that may be in it; joiners that are called besides
-                need not be named.
-            is_silent: Tells whether a member, or a called joiner, has shown no sign of life for
+            expected: Numbers of the members that may be in it; called joiners needn't be listed.
+            is_silent: Returns whether a member, or a called joiner, has shown no sign of life for
                 too long; called repeatedly.
-            calls_joiners: Whether waiting joiners are called for it; the member that comes first
-                decides.
+            calls_joiners: Whether to call waiting joiners for it; the first member's choice counts.
 
         Raises:
-            PeerError: The others go on without this member; not all have come to the first
-                generation; or the store is gone.
+            PeerError: The others go on without this member; or not all members have come to the
+                first generation; or the store is gone.
         """
         number = 0 if self.generation is None else self.generation.number + 1
         with _needs_store():
@@ -166,12 +164,12 @@ class Membership:
             awaited = [other for other in expected if other not in gone]
             here = [other for other in awaited if other in come]
             missing = [other for other in awaited if other not in come]
-            # The more members there are, the less often the later ones read: they are needed only
-            # if the first ones are lost.
+            # The more members there are, the less often the later ones read the store: they are
+            # needed only if the first ones are lost.
             place = here.index(self.number) if self.number in here else len(here)
             num_looks += 1
             if num_looks % (_LOOKS_OF_FEW if place < _FEW else _LOOKS_OF_OTHERS) == 0:
-                # A member that is here may freeze while it waits for others.
+                # A member that is here may freeze while it waits for the others.
                 known = [n for n in here if n != self.number and n not in called]
                 self._judge([*known, *missing], missing if deadline.is_over else (), is_silent)
             if not missing:
@@ -182,7 +180,7 @@ class Membership:
     def _judge(
         self, members: Sequence[int], late: Sequence[int], is_silent: Callable[[int], bool]
     ) -> None:
-        """Write which members are gone: silent ones, and those that had enough time to come."""
+        """Record which members are gone: silent ones, and those that had enough time to come."""
         for member in members:
             if is_silent(member):
                 self.tell_gone(member, "It showed no sign of life.")
@@ -199,13 +197,13 @@ class Membership:
     ) -> tuple[Generation, Generation]:
         """Agree with this generation's remaining members on the next one; see `form`.
 
-        Silence before this call counts: for a rank that has been silent already, the others wait
-        only for the rest of `silence_s`.
+        Silence before this call counts, too: for a rank that has been silent already, the others
+        wait only for the rest of `silence_s`.
 
         Args:
             signs: This process's heartbeat.
-            silence_s: How late a sign of life may be.
-            leaving: Ranks that don't go on, by agreement.
+            silence_s: Seconds without a heartbeat after which a rank counts as gone.
+            leaving: Ranks that have agreed to leave.
             calls_joiners: See `form`.
 
         Returns:
@@ -224,7 +222,7 @@ class Membership:
         """Enter the generation that has called this joiner.
 
         Raises:
-            PeerError: The others go on without it, or don't come to agree.
+            PeerError: The others go on without it, or don't agree in time.
         """
         joiners.note_entered(self._store, self.number)
         records.say_here(self._store, number, self._own)
@@ -236,7 +234,7 @@ class Membership:
         return self._enter(number)
 
     def wait_for_next(self, timeout_s: float) -> None:
-        """As a member that leaves, wait until the others have formed the next generation.
+        """For a member that leaves: wait until the others have formed the next generation.
 
         By then they have stopped using the old generation's groups. Waits for at most `timeout_s`:
         if a rank is lost meanwhile, the others may not know that this member leaves, and wait for
@@ -270,7 +268,7 @@ class Membership:
     # -- who comes, and who is gone ---------------------------------------------------------------
 
     def look_for_joiners(self) -> bool:
-        """Admit or refuse joiners; return whether some wait. Rank 0 calls it at every step."""
+        """Admit or refuse joiners; return whether some wait. Rank 0 calls it after every step."""
         return self._admission is not None and self._admission.look(self._news_heard)
 
     def tell_layer_call(self, description: str) -> None:
@@ -278,7 +276,7 @@ class Membership:
         self._store.set(records.LAYER_CALL, description)
 
     def tell_gone(self, member: int, reason: str) -> None:
-        """Say that a member is gone and won't be back; the first reason counts."""
+        """Record that a member is gone for good; the first reason counts."""
         records.tell_gone(self._store, member, reason)
 
     def reason_of(self, member: int) -> str | None:
@@ -286,16 +284,16 @@ class Membership:
         return records.reason_of(self._store, member)
 
     def loses_store(self, leaving: Collection[int]) -> bool:
-        """Whether the store goes with ranks that leave; see `records.loses_store`."""
+        """Whether the store is lost if some ranks leave; see `records.loses_store`."""
         assert self.generation is not None
         return records.loses_store(self._store, self.generation, leaving)
 
     def tell_end(self) -> None:
-        """Say that training has ended as it should."""
+        """Record that training has ended normally."""
         self._store.set(records.ENDED, "")
 
     def num_news(self) -> int:
-        """Return how many times members were said to be gone; see `Bulletin`."""
+        """Return how often members were recorded as gone; see `Bulletin`."""
         self._news_heard = int(self._store.add(records.NEWS, 0))
         return self._news_heard
 
@@ -311,7 +309,7 @@ class Membership:
 
 @contextmanager
 def _needs_store() -> Iterator[None]:
-    """In this context, turn the loss of the store into an error that explains it."""
+    """In this context, an error that the loss of the store causes is explained."""
     try:
         yield
     except DistError as error:

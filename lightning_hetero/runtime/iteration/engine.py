@@ -208,7 +208,7 @@ class Engine:
                     running.push.start()
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
                 results.finish(running.push.gradients)
-                # # Agree: each rank sends its row now and reads the others' after the push. With
+                # Agree: each rank sends its row now and reads the others' after the push. With
                 # standbys it sends its row only after the push. Then a rank that has received all
                 # rows knows that all ranks have their gradients; so if a rank is lost, either all
                 # others make the optimizer step or none does.
@@ -220,7 +220,7 @@ class Engine:
                 agreement = agreement or begin()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        # # Not earlier: a rank may raise only after it has sent all that the others wait for.
+        # Not earlier: a rank may raise only after it has sent all that the others wait for.
         self.settle()
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)

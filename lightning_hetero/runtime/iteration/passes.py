@@ -91,7 +91,7 @@ class StagePasses:
         self._microbatches = microbatches
         self._recomputations = recomputations
         self._num_samples = num_samples
-        # # For all micro-batches at once: inside an action the same code takes ten times as long,
+        # For all micro-batches at once: inside an action the same code takes ten times as long,
         # because the kernels before it have displaced it from the processor's caches.
         self._seeds = [(*seed, first_index + index) for index in range(len(microbatches))]
         self._drawn = [seeds_of(self._num_layers + 2, *item) for item in self._seeds]
@@ -190,7 +190,7 @@ class StagePasses:
     def missing(self) -> tuple[str, ...]:
         """Return the trainable parameters that this rank's backward passes gave no gradient."""
         if self._results.losses and not self._has_run_backward:
-            # # No micro-batch had a target: gradients are zeros, as torch's are for a mean over
+            # No micro-batch had a target: gradients are zeros, as torch's are for a mean over
             # nothing.
             return ()
         return tuple(self._running.push.missing())
@@ -297,8 +297,7 @@ class StagePasses:
         gradients: Sequence[Tensor] = [] if held.gradient is None else [held.gradient]
         if link.following is not None:
             gradients = link.receive_gradient(key[1])
-        # # Reentrant checkpoints add to a gradient in several parts, and nothing marks the last
-        # one.
+        # Reentrant checkpoints add to a gradient in several parts, and nothing marks the last one.
         with self._pushing(key, None, is_last=is_whole and not held.forward.is_reentrant):
             if held.outputs:
                 self._has_run_backward = True

@@ -322,7 +322,7 @@ class SplitRun:
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            # # There are checkpoints around the layers, from which `autograd.grad` gets nothing:
+            # There are checkpoints around the layers, from which `autograd.grad` gets nothing:
             # don't compare.
             forward.has_drawn = True
         vectors = [

@@ -131,11 +131,11 @@ class StepResults:
         self.losses.add(loss, weight)
         if self._scale.is_sum:
             return [loss], torch.full_like(loss, self._factor)
-        # # A count on an accelerator isn't read here, since the host would wait for the forward
-        # pass. If it is 0, so is the gradient; a loss that divides by it gives gradients of NaN,
-        # which are detected.
+        # A count on an accelerator isn't read here, since the host would wait for the forward pass.
+        # If it is 0, so is the gradient; a loss that divides by it gives gradients of NaN, which
+        # are detected.
         is_known = not isinstance(count, Tensor) or count.device.type == "cpu"
-        # # As a number: comparing tensors would make another tensor.
+        # As a number: comparing tensors would make another tensor.
         has_none = is_known and not float(count) > 0
         factor = self._factor / self._scale.unit
         return [] if has_none else [loss], (weight * factor).float()
@@ -199,7 +199,7 @@ class StepGradients:
         if self.by_name:
             torch._foreach_mul_([*self.by_name.values()], scale / self.loss_scale)
         self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
-        # # Before the optimizer's step the host must know whether to skip it.
+        # Before the optimizer's step the host must know whether to skip it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss
         is_late = self._late.is_late and not is_now

@@ -1,19 +1,19 @@
 """Send this process's heartbeat, and watch those of others.
 
-A heartbeat is a counter in the run's store, one for each process. The process increases it from the
-moment when others may wait for it until it ends: as a rank of one generation after another, as a
-member that agrees on the next generation, and as a joiner. `silence_s` tells for how long a counter
-hasn't changed; it is used wherever one process asks whether another one lives.
+A heartbeat is a counter in the run's store, one for each process. The process increases it as long
+as others may wait for it: as a rank of one generation after another, as a member that agrees on the
+next generation, and as a joiner. `silence_s` returns for how long a counter hasn't changed; it is
+used wherever one process needs to know whether another one is alive.
 
 Ranks that train together form a `Ring`, in which each watches the next one. A round takes three
 calls of the store, whatever the number of ranks: increase the own counter, read the number of news,
-and read the counter of the watched rank. Only if there are news, or if the watched rank is silent,
-more is read. Then the ranks behind the silent one are watched as well: a node's ranks are lost
-together, and with each of them the one that watches the next. Once a connection has broken, rounds
-follow each other quickly until it is known why.
+and read the counter of the watched rank. More is read only if there are news or the watched rank is
+silent. Then the ranks behind the silent one are watched as well: the ranks of a node are lost
+together, and each of them was the one that watched the next. Once a connection has broken, rounds
+follow each other quickly until the reason is known.
 
 A call to a store whose server is frozen never returns and can't be cancelled. So a thread makes
-these calls. Other threads read what it has found, and whether it still gets answers.
+these calls; other threads read what it has found, and whether it still gets answers.
 """
 
 import json
@@ -36,22 +36,22 @@ _SERVER_LEFT, _SUSPICION = "server left", "suspicion"
 _GONE = 2**32
 """Larger than any number of heartbeats; a process that ends adds it to its counter."""
 _OF_A_NODE = 16
-"""Number of ranks that are watched when the first of them is silent."""
+"""Number of ranks to watch when the first of them is silent: about those of a node."""
 _SILENT_ROUNDS = 1.5
 """Rounds without a heartbeat after which a rank counts as silent."""
 
 
 def interval_s(silence_s: float) -> float:
-    """Return the seconds between two beats of a process that may be silent for `silence_s`."""
+    """Return the seconds between two beats if a process counts as lost after `silence_s`."""
     return min(0.5, silence_s / 10)
 
 
 class Silence:
-    """Measures for how long something has shown no sign of life, while this process could see it.
+    """Measures for how long something has shown no sign of life while this process could see it.
 
     Args:
-        nap_s: Most seconds that count between two checks. If this process was stopped, or got no
-            time on a busy machine, it has seen nothing of the others meanwhile.
+        nap_s: Largest number of seconds that count between two checks. If this process was stopped,
+            or got no time on a busy machine, it couldn't see others meanwhile.
         sign: The last sign of life, if one is known.
     """
 
@@ -63,7 +63,7 @@ class Silence:
         """Seconds of silence so far."""
 
     def look(self, sign: object) -> float:
-        """Compare with the present sign; return the seconds of silence, 0 if it has changed."""
+        """Compare with the present sign; return the seconds of silence, 0 if the sign changed."""
         now_s = time.monotonic()
         gap_s = min(now_s - self._looked_at_s, self._nap_s)
         self.seconds = 0.0 if sign != self._sign else self.seconds + gap_s
@@ -72,14 +72,14 @@ class Silence:
 
 
 class Bulletin(Protocol):
-    """Other sources than the ranks that say which rank is gone, such as a worker's keeper."""
+    """A source other than the ranks that reports which rank is gone, such as a worker's keeper."""
 
     @property
     def patience_s(self) -> float:
-        """Seconds for which others wait for a live rank once a rank is gone."""
+        """Seconds that others wait for a rank that is alive, once another rank is gone."""
 
     def num_news(self) -> int:
-        """Return a number that grows with each news; one call of a store."""
+        """Return a number that each news increases; one call of a store."""
 
     def find_gone(self) -> tuple[int, str] | None:
         """Return a rank that is gone, and why; None if none is."""
@@ -96,7 +96,7 @@ class Ring:
     name: str = "ring"
     """Prefix of the ring's news in the store; different for each ring of the run."""
     bulletin: Bulletin | None = None
-    """Read in every round, if there is one."""
+    """A further source, which is read in every round; None without one."""
 
 
 class Watch:
@@ -109,13 +109,13 @@ class Watch:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.failure: str | None = None
-        """The first failure that any rank has reported; None if there is none."""
+        """The first failure that any rank has reported; None so far."""
         self.failed_rank = -1
-        """The rank that has failed, and may be dead."""
+        """The rank that failed, and may be dead; -1 if there is none."""
         self.is_suspicious = False
         """Whether any rank has lost a connection; then silent ranks count as dead sooner."""
         self.wakes_judge = threading.Event()
-        """Set when there is a failure, or when watching ends."""
+        """Set when there is a failure, or when watching ends: the judging thread then continues."""
         self.has_server_left = False
         """Whether rank 0 has ended normally; then the loss of the store is no failure."""
         self.peer = (ring.rank + 1) % len(ring.numbers)
@@ -130,7 +130,7 @@ class Watch:
 class Heartbeat:
     """One process's heartbeat, from `begin` to `end`; may begin again.
 
-    All processes of a run must begin equally often: their n-th counters belong together.
+    All processes of a run must begin equally often, because their n-th counters belong together.
 
     Args:
         store: The run's store; the thread uses a connection of its own.
@@ -168,20 +168,20 @@ class Heartbeat:
             self._thread.start()
 
     def watch(self, ring: Ring) -> Watch:
-        """Watch another ring from now on; return what is known of it, which changes with time."""
+        """Watch another ring from now on; return what is known of it, which is updated."""
         self._watch = watch = Watch(ring)
         self._suspected_at_s = -math.inf
         self._wake.set()
         return watch
 
     def tell(self, failed_rank: int, reason: str) -> None:
-        """Tell the others that a rank has failed; the first failure told by any rank counts."""
+        """Tell the others that a rank has failed; the first failure that any rank tells counts."""
         if self._watch is not None:
             self._watch.to_tell = json.dumps({"rank": failed_rank, "reason": reason})
         self._wake.set()
 
     def wait_until_heard(self, timeout_s: float) -> None:
-        """Wait until each rank knows which rank has failed, at most `timeout_s`."""
+        """Wait until each rank knows which rank has failed, for at most `timeout_s`."""
         watch, deadline = self._watch, Deadline(timeout_s)
         if watch is None:
             return
@@ -205,14 +205,14 @@ class Heartbeat:
         return int(self._store.add(self._beat(number), 0))
 
     def silence_s(self, number: int) -> float:
-        """Return the seconds for which a process was seen to be silent; one call of the store."""
+        """Return for how many seconds a process was seen to be silent; one call of a store."""
         return self._look_at(number, self.beats_of(number))
 
     def end(self, timeout_s: float) -> None:
-        """Report a normal end, so that nobody takes this process for dead.
+        """Report a normal end, so that this process doesn't count as dead.
 
-        Waits for the store, at most `timeout_s`. Rank 0 waits a moment longer, until the others
-        know that the loss of its store is no failure.
+        Waits for the store, for at most `timeout_s`. Rank 0 waits a moment longer, until the others
+        know that the loss of its store will be no failure.
         """
         self._is_ending = True
         self._wake.set()
@@ -233,17 +233,17 @@ class Heartbeat:
                 self._wake.clear()
             self._say_goodbye()
         except Exception:
-            # The client's own errors have many types, and the process may be half torn down.
+            # The client's own errors have many types, and the process may be partly torn down.
             self.is_store_gone = True
 
     def _pause_s(self) -> float:
         """Return the seconds until the next round."""
         watch = self._watch
-        # News of a failed rank come within moments; after this time silence is measured again.
+        # News of a failed rank come within moments; after this time only silence tells.
         is_over = time.monotonic() - self._suspected_at_s > 6 * self.interval_s
         if watch is None or is_over or watch.failure is not None:
             return self.interval_s
-        # With more than 100 ranks each waits longer, so that all together don't ask more often.
+        # With more than 100 ranks each waits longer, so that the store gets no more calls in total.
         return min(max(0.01, 1e-4 * len(watch.ring.numbers)), self.interval_s)
 
     def _round(self) -> None:

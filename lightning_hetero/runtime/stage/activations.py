@@ -160,7 +160,7 @@ class ActivationLink:
             held: Most micro-batches that this stage holds between forward and backward.
             held_before: The same number for the stage before.
         """
-        # # A stage without micro-batches still sends those of the next check of the loss.
+        # A stage without micro-batches still sends those of the next check of the loss.
         self._sent_forward.most = self._outbox.num_ahead = max(1, held)
         self._sent_backward.most = self._most_expected = max(1, held_before)
 
@@ -219,7 +219,7 @@ class ActivationLink:
         payload = payload_of(sent.tensors) if is_apart else []
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
-            # # Several messages share a queue on CPUs only, because gloo has tags.
+            # Several messages share a queue on CPUs only, because gloo has tags.
             for tag, header in enumerate(headers, start=2 * piece.channel):
                 self._sent_forward.add(header, piece.receiver, first_group, tag)
             for part in payload:
