@@ -15,20 +15,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lightning_hetero.core.errors import StepError
+from tests.plans import UNEQUAL, Plan, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.step_cases import (
-    ROWS,
-    UNEQUAL,
-    Compared,
-    Plan,
-    Rows,
-    TinyModule,
-    check,
-    known_of,
-    same,
-    train,
-)
+from tests.runtime.step_cases import ROWS, Compared, Rows, TinyModule, check, known_of, same, train
 from tests.toy import CONTEXT, VOCABULARY
 
 pytestmark = pytest.mark.dist

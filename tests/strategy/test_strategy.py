@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.strategy.features import (
     average_stochastically,
     average_weights,

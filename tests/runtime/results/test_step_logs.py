@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.plans import COPIES, STAGES
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import COPIES, ROWS, STAGES, TinyModule, check
+from tests.runtime.step_cases import ROWS, TinyModule, check
 
 FUNCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": torch.min}
 
