@@ -1,10 +1,10 @@
 """Describe the jobs for which plans are searched: the present one, and those after a loss of ranks.
 
-After a loss, the first rank that is left makes the plan. So each rank solves in advance the cases
-in which it would be this rank. Rank 0 solves the loss of any other rank or node; rank 1 that of
-rank 0; the first rank of the second node that of the first node. With up to 8 ranks, or nodes, the
-loss of any two at once is solved, too. A plan made in advance is used only for exactly the same
-devices, model, sizes and costs.
+After a loss, the first remaining rank makes the plan. So each rank prepares, in advance, for the
+cases in which it would be that rank: rank 0 for the loss of any other rank or node, rank 1 for that
+of rank 0, the first rank of the second node for that of the first node. With up to 8 ranks, or
+nodes, it also prepares for the loss of any two at once. A plan made in advance is used only for
+exactly the same devices, model, sizes and costs.
 """
 
 import pickle
@@ -32,16 +32,16 @@ from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
 __all__ = ["Contingencies", "Job", "foresee", "losses_to_plan_for", "num_batches_of"]
 
 _DEFAULT_SAMPLES = 8
-"""Samples of a rank's batch if none are found."""
+"""Samples of a rank's batch if no number is found."""
 _DEFAULT_LENGTH = 512
-"""Tokens of a sample if none are found."""
+"""Tokens of a sample if no number is found."""
 _MAX_PARTS = 4
-"""Most micro-batches into which a batch is cut, besides single samples."""
+"""Largest number of micro-batches into which a batch is cut, besides single samples."""
 _SCHEDULED = 4
-"""Number of plans, the best ones under 1F1B, that are simulated under a solved schedule. That takes
-a second or two."""
+"""Number of plans, the best ones under 1F1B, that are simulated under a computed schedule. That
+takes one or two seconds."""
 _MOST_IN_PAIRS = 8
-"""Most ranks, and most nodes, for which the loss of any two of them is planned for."""
+"""Largest number of ranks, and of nodes, for which losses of any two are prepared."""
 
 _T = TypeVar("_T")
 
@@ -59,7 +59,7 @@ class Job:
     """The loader's batches in an iteration."""
     microbatch_sizes: tuple[int, ...]
     assumed: tuple[str, ...]
-    """Texts about numbers that weren't found and are assumed."""
+    """Descriptions of numbers that weren't found and are assumed."""
     schedule: Schedule = Schedule.ONE_F_ONE_B
 
     @classmethod
@@ -80,7 +80,7 @@ class Job:
         if cluster.num_ranks != facts.comms.world_size:
             raise ClusterError(
                 f"The cluster has {cluster.num_ranks} devices but {facts.comms.world_size} "
-                "processes run. Start one process a device, or describe the devices that run."
+                "processes run. Start one process per device, or describe the devices that run."
             )
         found = facts.sizes()
         assumed = []
@@ -115,9 +115,9 @@ class Job:
         return replace(self, cluster=cluster, states=_states_of(facts, left))
 
     def needs_no_search(self, options: AutoPlan) -> bool:
-        """Whether one pipeline per rank is best: devices are equal, and hold model and batch.
+        """Whether one pipeline per rank is best: devices are equal and have room for the model.
 
-        Predicted by the roofline.
+        Predicted from data sheets.
         """
         if options.cluster is not None or len({node.device for node in self.cluster.nodes}) > 1:
             return False
@@ -158,13 +158,13 @@ class Job:
             ),
             profile=profile,
         )
-        # The run should start soon, and there are many losses to plan for.
+        # The run should start soon, and there are many cases to prepare for.
         searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1, thorough=False)
         return PlanningTask(basis=basis, options=searching)
 
 
 def _cluster_for(facts: RunFacts, cluster: Cluster) -> Cluster:
-    """Return the cluster, without its hosts' memory if owned slices must live on devices."""
+    """Return the cluster, without hosts' memory if owned slices must be on devices."""
     if facts.owned_device is not OwnedDevice.DEVICE:
         return cluster
     nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)
@@ -212,7 +212,7 @@ def _sizes_of(samples: int) -> tuple[int, ...]:
 
 
 def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[frozenset[int]]:
-    """Yield the sets of ranks that may be lost together and leave `global_rank` as the first.
+    """Yield the sets of ranks whose loss would make `global_rank` the first remaining rank.
 
     Args:
         seats: Every rank's device, by global rank.
@@ -232,14 +232,14 @@ def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[froz
 
 
 class Contingencies:
-    """One rank's solved tasks, and those that it is solving in the background."""
+    """One rank's solved tasks, and those that it solves in the background."""
 
     def __init__(self) -> None:
         self._answers: list[tuple[Task[Any], Any]] = []
         self._solving: tuple[AnsweringProcess, threading.Thread] | None = None
 
     def prepare(self, tasks: Sequence[Task[object]]) -> None:
-        """Begin to solve tasks in the background; earlier ones not solved yet are dropped."""
+        """Begin to solve tasks in the background; earlier unsolved ones are dropped."""
         self.stop()
         known = [task for task, _ in self._answers]
         new: list[Task[object]] = []
@@ -263,7 +263,7 @@ class Contingencies:
         return task.solve()
 
     def stop(self) -> None:
-        """Stop solving; answers that are known are kept."""
+        """Stop solving; known answers are kept."""
         solving, self._solving = self._solving, None
         if solving is not None:
             process, thread = solving

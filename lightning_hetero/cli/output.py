@@ -56,13 +56,13 @@ def print_plan(
         cost: The cost model of the simulation.
         simulation: Its simulation.
         counts: Micro-batches of each pipeline.
-        lines: What to print below the table; a line on what all rests on follows.
+        lines: What to print below the table; a line with the assumptions follows.
         precision: The Trainer's precision.
     """
     console = output_console()
     table = plan_table(plan, simulated_facts(plan, cost, simulation), counts)
     found = as_rich(f"{cost.model.name} on {devices_line(cost.cluster)}", table.header)
-    for section in table.sections:  # A line between groups of like pipelines.
+    for section in table.sections:  # A line between groups of equal pipelines.
         for index, row in enumerate(section):
             found.add_row(*row, end_section=index == len(section) - 1)
     console.print(found)
@@ -72,7 +72,7 @@ def print_plan(
 
 
 def as_rich(title: str, header: Sequence[str]) -> Table:
-    """Return an empty table, numbers to the right; text that doesn't fit is wrapped, not cut."""
+    """Return an empty table with numbers to the right; text that doesn't fit is wrapped."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in header:
         table.add_column(

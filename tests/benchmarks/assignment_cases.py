@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from lightning_hetero.assign import PipelineCost, assign_iteration
 from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
-from lightning_hetero.planner.proposing.proposal import Scheme, draw_iteration, propose
-from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
+from lightning_hetero.planner.proposing.proposal import draw_iteration, propose
+from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
 from tests.assign.model_memory import ModelMemory, max_len
 from tests.benchmarks.harness import Row
 

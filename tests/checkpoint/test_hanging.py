@@ -15,11 +15,8 @@ from lightning_hetero.checkpoint import (
     Peers,
     Recovered,
     RetryingStore,
-    Store,
     Tier,
     TierKind,
-    WriterOptions,
-    recover,
 )
 from lightning_hetero.checkpoint.deadlines import HangingError
 from lightning_hetero.core.errors import CheckpointError
@@ -32,8 +29,10 @@ from tests.checkpoint.states import (
     contents,
     disk,
     needs_of,
+    recover,
     run_ranks,
     save_all,
+    write,
 )
 
 THREE = ParallelPlan.even(world_size=3, num_layers=4)
@@ -194,30 +193,25 @@ def test_a_disk_that_hangs_while_copies_travel_costs_that_copy_alone(side: str) 
     part = {"reads": "part-00001.weights", "writes": "part-00000.weights"}[side]
     hanging = Hanging(lambda called, name: called == verb and part in name)
 
-    def save(rank: int, peers: Peers) -> list[bool]:
-        store: Store = FaultyStore(stores[1], hanging) if rank == 1 else stores[rank]
-        writer = CheckpointWriter(
-            [Tier(kind=TierKind.MEMORY, store=MemoryStore()), disk(store)]
-            if side == "writes"
-            else [disk(store)],
-            node_of_rank=["a", "b", "c"],
-            peers=peers,
-            options=WriterOptions(replicas=2, stall_s=2.0),
-        )
+    tiers: list[list[Tier]] = [[disk(store)] for store in stores]
+    tiers[1] = [disk(FaultyStore(stores[1], hanging))]
+    if side == "writes":
+        tiers = [[Tier(kind=TierKind.MEMORY, store=MemoryStore()), *own] for own in tiers]
+    together = threading.Barrier(3)
+
+    def save(rank: int, writer: CheckpointWriter) -> None:
         saved = writer.save(contents(1, THREE, 3)[rank])
         with pytest.raises(CheckpointError, match=r"Copies: .*hasn't moved for"):
             saved.wait_until_confirmed(30)
-        peers.gather(None)
+        together.wait(20)
         hanging.hangs = lambda verb, name: False
         hanging.let_go.set()
-        peers.gather(None)
+        together.wait(20)
         writer.save(contents(2, THREE, 3)[rank]).wait_until_confirmed(30)
-        writer.close()
-        return [any(f"part-{part:05d}.json" in name for name in store.list()) for part in range(3)]
 
+    write(tiers, save, timeout_s=1.0, replicas=2, stall_s=2.0)
     # Every rank has its own part of the second checkpoint and its neighbour's.
-    assert run_ranks(3, save, timeout_s=1.0) == [
-        [True, False, True],
-        [True, True, False],
-        [False, True, True],
-    ]
+    assert [
+        [any(f"part-{part:05d}.json" in name for name in store.files) for part in range(3)]
+        for store in stores
+    ] == [[True, False, True], [True, True, False], [False, True, True]]

@@ -1,4 +1,4 @@
-"""Draw a plan: a picture by matplotlib, or an HTML page whose bars say their numbers."""
+"""Draw a plan: as a picture by matplotlib, or as an HTML page that shows each bar's numbers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,11 +34,11 @@ _GIB = 2**30
 
 
 Bars = list[dict[str, Any]]
-"""Bars of a lane (kind, x, width), and what each says under the pointer or the keyboard (words)."""
+"""The bars of a lane (kind, x, width), each with the text shown under the pointer (words)."""
 
 
 def draw_plan(path: str | Path, plan: ParallelPlan, cost: CostModel, found: Simulation) -> None:
-    """Draw a simulated iteration into a file; its suffix says the format.
+    """Draw a simulated iteration into a file; the file's suffix decides the format.
 
     Args:
         path: An `.html` page, or a picture that matplotlib writes.

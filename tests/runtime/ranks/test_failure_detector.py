@@ -16,8 +16,9 @@ from lightning_hetero.runtime.ranks import failure
 from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.failure import FailureDetector
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, pipeline, plan_of, stage, train
+from tests.runtime.runs import Case, train
 
 PATIENCE_S = 60.0
 
