@@ -10,25 +10,15 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     GradientAccumulationScheduler,
+    StochasticWeightAveraging,
 )
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lightning_hetero.core.errors import StepError
+from tests.plans import UNEQUAL, Plan, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.step_cases import (
-    ROWS,
-    UNEQUAL,
-    Compared,
-    Plan,
-    Rows,
-    TinyModule,
-    check,
-    known_of,
-    same,
-    train,
-)
+from tests.runtime.step_cases import ROWS, Compared, Rows, TinyModule, check, known_of, same, train
 from tests.toy import CONTEXT, VOCABULARY
 
 pytestmark = pytest.mark.dist
@@ -155,6 +145,14 @@ FEATURES: dict[str, tuple[type[Compared], Plan, dict[str, Any]]] = {
         {
             "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})],
             "enable_model_summary": True,
+        },
+    ),
+    "StochasticWeightAveraging": (
+        Trained,
+        UNEQUAL,
+        {
+            "callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)],
+            "max_epochs": 4,
         },
     ),
     "a module without layers, overfit_batches": (NoLayers, TWO_COPIES, {"overfit_batches": 1}),

@@ -1,15 +1,15 @@
-"""Bring a checkpoint of all ranks into all tiers, on threads beside training.
+"""Bring a checkpoint of all ranks to all tiers, on threads beside training.
 
-There are two lanes. The *local* one writes parts into the nodes' own tiers, copies them to other
-nodes, and confirms or deletes checkpoints. The *upload* lane copies parts from there to the remote
-tier. In each lane all ranks do the same work at the same time, and tell each other how it went
-(`Peers.do`), so that all decide alike. While an upload runs, later checkpoints stay local, and only
-the newest of them is uploaded afterwards.
+There are two *lanes*, each a thread on every rank. The local lane writes parts to the nodes' own
+tiers, copies them to other nodes, and confirms or deletes checkpoints. The upload lane copies parts
+from there to the remote tier. In each lane all ranks do the same work at the same time and exchange
+its results (`Peers.do`), so that all decide the same. While an upload runs, later checkpoints stay
+local, and only the newest of them is uploaded afterwards.
 
-A rank whose storage fails or hangs says so in its status and goes on; the next checkpoint may
-succeed. But if neither a disk nor a store takes a checkpoint for long, the next fault would lose
-everything that was trained meanwhile. So that is an error. Only the loss of a rank ends the
-lanes; from then on each rank measures by its own clock how long ago a lasting tier took a
+If a rank's storage fails or hangs, the rank reports it in its status and goes on; the next
+checkpoint may succeed. But if neither a disk nor a store accepts a checkpoint for long, the next
+fault would lose everything that was trained meanwhile; so that is an error. Only the loss of a rank
+ends the lanes; from then on each rank measures by its own clock how long ago a lasting tier took a
 checkpoint.
 """
 
@@ -82,7 +82,7 @@ class _Lasting:
     newest: CheckpointId | None = None
     """The newest checkpoint of which a lasting tier has all ranks' parts."""
     since_s: float | None = None
-    """Since when a checkpoint has been missing there; None if none is."""
+    """Since when a checkpoint has been missing in lasting tiers; None if none is."""
     reasons: "deque[str]" = field(default_factory=lambda: deque(maxlen=_NUM_REASONS))
     """The last failures since a lasting tier took a checkpoint."""
 
@@ -124,9 +124,10 @@ class Committer:
         options: WriterOptions,
     ) -> None:
         self.progress = Progress()
-        """Ticks with every sign of progress of any rank, while one waits."""
+        """Ticks with every sign of progress of any rank that is waited for."""
         self.overdue: CheckpointError | None = None
-        """The error to raise, once no lasting tier has taken any checkpoint for too long."""
+        """The error to raise because no lasting tier has taken any checkpoint for too long; or
+        None."""
         self._options = options
         self._node_of_rank = node_of_rank
         self._rank = peers.global_rank
@@ -159,13 +160,15 @@ class Committer:
         """Write one checkpoint; communicates.
 
         Raises:
-            CheckpointError: On all ranks, if the nodes' own tiers, or the remote one where there
-                are none, don't have all parts.
+            CheckpointError: On all ranks, if the nodes' own tiers don't have all parts (or the
+                remote tier, if there are no own tiers).
             PeerError: Another rank is gone.
         """
         self._lasting.begin(task.id)
         try:
             if self._lost_peer is not None:
+                if task.snapshot is not None:
+                    task.snapshot.release()
                 raise self._lost_peer
             self._write(task)
         except CheckpointError:
@@ -199,7 +202,7 @@ class Committer:
         why = " ".join(self._lasting.reasons)
         self._offer(part, task.uploaded, statuses)
         self._peers.do(partial(self._tidy, task.id), may_fail=True)
-        # By the clock of rank 0, so that all ranks judge alike.
+        # By the clock of rank 0, so that all ranks decide the same.
         self._judge(self._peers.gather(self._lasting.waited_s)[0])
         if not is_whole:
             error = CheckpointError(f"Not all parts of {task.id} were stored. {why}")
@@ -215,7 +218,7 @@ class Committer:
             content = task.snapshot.content
             return write_part(content, task.metadata, self._own, self._remote, progress)
         finally:
-            # A write that hangs keeps the memory until it ends.
+            # A write that hangs uses the memory until it ends.
             task.snapshot.release()
 
     def _describe(self, part: StoredPart) -> dict[str, Any]:
@@ -236,6 +239,8 @@ class Committer:
         replicas = self._options.replicas
         if replicas == 1 and not leaving:
             return True
+        if not any(status["has"] for status in statuses):
+            return True  # All parts are in the remote tier.
         if not all(status["has"] for status in statuses):
             return False
         targets = place_replicas(self._node_of_rank, replicas=replicas, leaving=leaving)
@@ -260,9 +265,9 @@ class Committer:
     def _tidy(self, newest: CheckpointId, progress: Progress) -> None:
         """Confirm a checkpoint in the node's own tiers, or delete incomplete ones there.
 
-        It is confirmed if all parts are in tiers of one kind. Else checkpoints of this start are
-        deleted that tiers of this kind have in part only, unless the own tiers of all kinds
-        together have all parts. Failures are logged: the next save deletes what is left.
+        It is confirmed if tiers of one kind have all parts. Otherwise those checkpoints of this
+        start are deleted of which tiers of this kind have only some parts, unless the own tiers of
+        all kinds together have all. Failures are logged: the next save deletes what is left.
         """
         deferred = [] if self._deferred is None else [self._deferred[0].manifest.id]
         busy = {newest, *self._uploading, *deferred}
@@ -317,7 +322,7 @@ class Committer:
             self.upload_deferred()
 
     def upload_deferred(self) -> None:
-        """Upload the part that was kept for later, if there is one; all ranks call it."""
+        """Upload the part that was kept for later, if any; all ranks call it."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._uploading.append(deferred[0].manifest.id)
@@ -325,36 +330,42 @@ class Committer:
 
     def _upload(self, part: StoredPart, uploaded: "Future[bool]") -> None:
         """Upload one checkpoint; rank 0 confirms it once all ranks have uploaded their parts."""
-        assert self._remote is not None
-        remote, id_, failure = self._remote, part.manifest.id, None
-
-        def copy(progress: Progress) -> None:
-            if not part.stores:
-                raise CheckpointError(" ".join(part.errors))
-            if TierKind.REMOTE not in part.stores:
-                copy_part(next(iter(part.stores.values())), remote.store, part.manifest, progress)
-
+        id_ = part.manifest.id
         try:
-            self._uploaders.do(copy)
+            if self._lost_peer is not None:
+                raise self._lost_peer
+            self._uploaders.do(partial(self._copy_to_remote, part))
             self._lasting.reach(id_)
             self._sound[TierKind.REMOTE] = id_
+            self._uploaders.do(partial(self._confirm_remote, id_), may_fail=True)
         except Exception as error:
-            failure = error
-            text = f"{id_} wasn't uploaded to {remote}: {error}"
+            if not isinstance(error, CheckpointError):
+                self._lost_peer = error
+            text = f"{id_} wasn't uploaded to {self._remote}: {error}"
             self._lasting.note(text)
             _log.warning("%s", text)
-        if failure is None and self._rank == 0:
+            self._uploading.remove(id_)
+            uploaded.set_exception(error)
+        else:
+            # First, because others that wait for the result look at which upload is running.
+            self._uploading.remove(id_)
+            uploaded.set_result(True)
+
+    def _copy_to_remote(self, part: StoredPart, progress: Progress) -> None:
+        assert self._remote is not None
+        if not part.stores:
+            raise CheckpointError(" ".join(part.errors))
+        if TierKind.REMOTE not in part.stores:
+            source = next(iter(part.stores.values()))
+            copy_part(source, self._remote.store, part.manifest, progress)
+
+    def _confirm_remote(self, checkpoint: CheckpointId, _: Progress) -> None:
+        if self._rank == 0 and self._remote is not None:
             try:
-                confirm(remote, id_)
+                confirm(self._remote, checkpoint)
             except Exception as error:
                 # The client libraries of remote stores raise their own types.
-                _log.warning("Couldn't tidy up %s: %s", remote, error)
-        # First, because others that wait for the result look at which upload runs.
-        self._uploading.remove(id_)
-        if failure is None:
-            uploaded.set_result(True)
-        else:
-            uploaded.set_exception(failure)
+                _log.warning("Couldn't tidy up %s: %s", self._remote, error)
 
     # -- end ------------------------------------------------------------------------------------
 
@@ -370,7 +381,7 @@ class Committer:
         return not any("error" in status for status in statuses) and bool(_sound_kinds(statuses))
 
     def end(self) -> None:
-        """End the threads once they have finished their work; doesn't wait."""
+        """Stop the threads after the work that they have been given; doesn't wait for them."""
         self._uploads.finish()
 
     def _look_again(self, _: Progress) -> dict[str, Any]:

@@ -67,9 +67,9 @@ def recover_live(
 
     Args:
         needs: The slices that this rank keeps from now on.
-        own: What this rank still has, or why it has nothing to go on from; None if it has just
-            joined, or has trained no step yet, and needs others' state.
-        peers: The ranks that are left, and joiners.
+        own: What this rank has in memory, or why it has nothing to go on from; None if it has just
+            joined, or hasn't trained a step yet, and needs others' state.
+        peers: The remaining ranks and joiners.
 
     Returns:
         The state; or why a saved checkpoint must be used, the same on all ranks.
@@ -146,7 +146,7 @@ def _offer(own: LiveState | str | None, peers: Peers) -> dict[str, Any] | None:
 
 
 def _why_not(offers: Sequence[Mapping[str, Any] | None]) -> str:
-    """Return why ranks can't go on from their states; "" if nothing speaks against it so far."""
+    """Return why ranks can't go on from their states; "" if nothing is known to prevent it."""
     left = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
     for rank, offer in left.items():
         if "why" in offer:

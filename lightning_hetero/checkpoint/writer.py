@@ -2,14 +2,15 @@
 
 `save` copies the rank's state to host memory (`snapshot`) and returns. After that, in order:
 
-1. A thread writes the part into the node's own tiers: files first, manifest last (`tiers`). Then
-   the host memory is free for the next snapshot.
-2. All ranks tell each other which tiers have taken their parts (`commit`). They wait for ranks with
-   slow storage, and send copies to other nodes.
-3. Another thread uploads the part to the remote tier, so a slow remote delays no later checkpoint.
-4. If one kind of tier, such as the disks, has the parts of all ranks and their copies, it is
-   *sound*: the checkpoint is marked as confirmed there, and old ones are deleted. If it failed on
-   any rank, nothing is deleted.
+1. A thread writes this rank's part to the tiers of its node: data files first, the manifest last
+   (`tiers`). Then the host memory is free for the next snapshot.
+2. The ranks tell each other which tiers have their parts (`commit`). They wait for ranks with slow
+   storage, and copy parts to other nodes.
+3. Another thread uploads the part to the remote tier, so that slow uploads don't delay later
+   checkpoints.
+4. A kind of tier, such as the disks, is *sound* if it has the parts of all ranks and their copies:
+   the checkpoint is then marked as confirmed there, and old checkpoints are deleted. If a tier of
+   that kind failed on any rank, nothing is deleted.
 
 This takes memory for one copy of the rank's slices and a few chunks, however slow the tiers are. A
 failure is logged, and the next checkpoint is the next attempt. Only if no lasting tier (disk or

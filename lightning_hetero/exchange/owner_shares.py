@@ -1,10 +1,10 @@
-"""Spread ownership over ranks by their capacity, with owners as close to the holders as possible.
+"""Divide ownership among ranks by their capacity, such that owners are holders as far as possible.
 
-A unit is a set of parameters with the same holders: a layer, or all layers between two neighbouring
-stage boundaries. First each pipeline's holders claim the pipeline's share of a unit, as far as
-their capacity goes; the rest goes to other holders of the unit with room. If some is still left, it
-goes to other ranks that are near in number: units and ranks with room are matched in order of rank,
-which makes the sum of distances least.
+A unit is a set of parameters with the same holders: a layer, or all layers between two consecutive
+stage boundaries. First each pipeline's holders claim the pipeline's share of a unit, up to their
+capacity; the rest goes to other holders of the unit that have room. If something is still left, it
+goes to other ranks with near numbers: units and ranks with room are matched in order of rank, which
+minimises the sum of distances.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,7 +57,7 @@ def spread_ownership(units: Sequence[OwnedUnit], shares: Sequence[float]) -> lis
 def _claims_of_holders(
     units: Sequence[OwnedUnit], capacity: Sequence[float]
 ) -> list[dict[int, float]]:
-    """Return holders' claims: the same for each pipeline, none above its capacity in total."""
+    """Return holders' claims: equal for each pipeline, none above its capacity in total."""
     claims: list[dict[int, float]] = []
     wanted = [0.0] * len(capacity)
     for unit in units:
@@ -76,7 +76,7 @@ def _claims_of_holders(
 def _match(
     units: Sequence[OwnedUnit], left: Sequence[float], spare: Sequence[float]
 ) -> Iterator[tuple[int, int, float]]:
-    """Yield (unit, rank, size) for what is left of units, in order of their holders' ranks."""
+    """Yield (unit, rank, size) for the unclaimed rest of units, in order of holders' ranks."""
 
     def middle(index: int) -> float:
         ranks = [rank for own in units[index].holders for rank in own]

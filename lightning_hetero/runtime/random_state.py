@@ -36,7 +36,7 @@ def seed_of(*parts: int) -> int:
 
 
 def seeds_of(count: int, *parts: int) -> tuple[int, ...]:
-    """Return `count` such seeds, in a fraction of the time of as many calls of `seed_of`."""
+    """Return `count` such seeds, much faster than as many calls of `seed_of`."""
     text = ",".join(map(str, parts)).encode()
     drawn = struct.unpack(f">{count}Q", hashlib.shake_128(text).digest(8 * count))
     return tuple([seed >> 1 for seed in drawn])
@@ -60,7 +60,7 @@ class GlobalSeed:
     """The generators' state at the beginning of a fit, after Lightning's `reset_seed`.
 
     It is kept because a member of a run that outlives ranks begins many fits, and torch's
-    `manual_seed` takes milliseconds for each kind of device that isn't there.
+    `manual_seed` takes milliseconds for each kind of device that doesn't exist.
     """
 
     def __init__(self) -> None:
@@ -102,11 +102,11 @@ _NUM_BYTES = 4 * _NUM_KEYS + _POSITION_BYTES
 
 
 def _numpy_state() -> _NumpyState:
-    """Return the state of NumPy's global generator, in a fraction of NumPy's own function's time.
+    """Return the state of NumPy's global generator, much faster than NumPy's own function.
 
-    That looks at the keys one by one. Here their memory is copied, whose address NumPy tells. Only
-    a draw tells whether a second normal number is kept: then the draw is that one, and the memory
-    stays as it is.
+    NumPy reads the keys one by one. Here their memory is copied, whose address NumPy gives. Whether
+    the generator keeps a second normal number, only a draw shows: if so, the draw returns that
+    number and leaves the memory as it is.
     """
     if not _is_memory_known():
         told: Any = np.random.get_state()
@@ -123,12 +123,12 @@ def _numpy_state() -> _NumpyState:
 
 
 def _set_numpy_state(state: _NumpyState) -> None:
-    """Make NumPy's global generator as it was."""
+    """Restore a state of NumPy's global generator."""
     kind, keys, position, has_gauss, _ = state
     if has_gauss or kind != _KIND or not _is_memory_known():
         np.random.set_state(state)
         return
-    np.random.seed(0)  # Forgets a normal number that is kept.
+    np.random.seed(0)  # Drops a second normal number that it may keep.
     memory = keys.tobytes() + position.to_bytes(_POSITION_BYTES, sys.byteorder)
     ctypes.memmove(_bit_generator().ctypes.state_address, memory, _NUM_BYTES)
 
@@ -186,7 +186,7 @@ class RandomState(NamedTuple):
         return state | ({"cuda": self.cuda} if self.cuda else {})
 
     def put_back(self) -> None:
-        """Restore these states; those of CUDA only if there are as many devices."""
+        """Restore these states; those of CUDA only if the number of devices is the same."""
         torch.set_rng_state(self.torch)
         if self.cuda and len(self.cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self.cuda)
@@ -195,7 +195,7 @@ class RandomState(NamedTuple):
 
 
 class GeneratorStates:
-    """The states of all generators that `seed_everything` seeds, as they are when it is made."""
+    """The present states of all generators that `seed_everything` seeds."""
 
     def __init__(self) -> None:
         self._python, self._numpy = random.getstate(), _numpy_state()
@@ -208,7 +208,7 @@ class GeneratorStates:
         self._torch.put_back()
 
     def have_changed(self) -> bool:
-        """Whether anything was drawn or seeded since."""
+        """Whether anything was drawn or seeded since then."""
         now = GeneratorStates()
         (kind, keys, *rest), (other_kind, other_keys, *others) = self._numpy, now._numpy
         same = kind == other_kind and rest == others and np.array_equal(keys, other_keys)
@@ -223,7 +223,7 @@ class GeneratorStates:
 
 
 class PreservedRandomState:
-    """A context after which torch's, NumPy's and Python's generators are as they were before it."""
+    """A context that leaves torch's, NumPy's and Python's generators as they were before it."""
 
     def __enter__(self) -> None:
         self._before = GeneratorStates()

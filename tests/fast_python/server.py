@@ -34,6 +34,7 @@ _PRELOADED = [
 _PRELOADED_IF_THERE = [
     "s3fs",  # Imported by any Trainer that writes something.
     "transformers.models.llama.modeling_llama",
+    "peft",
 ]
 _MOST_DESCRIPTORS = 250
 _FIRST_FREE = 400  # Above all descriptors of this process and of those who ask.

@@ -17,17 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import HeteroError
+from tests.plans import COPIES, STAGES, Plan, size_of
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import VOCABULARY, TokenRows, quiet
 
-Plan = dict[str, Any]
-ALONE = plan_of(pipeline(stage(0, 0, 3)))
-STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
-THREE = plan_of(pipeline(stage(1, 0, 1), stage(0, 1, 2), stage(2, 2, 3)))
-COPIES = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))
-UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
-SHARDED = plan_of(pipeline(stage([0, 1], 0, 3)))
 PLANS = {"stages": STAGES, "copies": COPIES}
 ROWS = 4
 """Of an iteration, over all pipelines."""
@@ -110,11 +103,6 @@ class TakesTurns(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         plan = self.plans[trainer.global_step % len(self.plans)]
         trainer.strategy.change_plan(plan)  # type: ignore[attr-defined]
-
-
-def size_of(plan: Plan) -> int:
-    """Return how many ranks a plan is for."""
-    return max(ParallelPlan.from_dict(plan).ranks) + 1
 
 
 def train(

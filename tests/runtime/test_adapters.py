@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.peft_runs import (
     PeftCase,
@@ -19,7 +20,7 @@ from tests.runtime.peft_runs import (
     train_and_unfreeze,
     train_with_checkpoints,
 )
-from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.runs import assert_same_weights
 
 peft = pytest.importorskip("peft")
 load_file = pytest.importorskip("safetensors.numpy").load_file
@@ -92,10 +93,7 @@ def check(pool: ProcessPool, case: PeftCase, alone: PeftCase | None = None) -> N
 
 def check_outcome(found: PeftOutcome, expected: PeftOutcome) -> None:
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    assert found.trained.keys() == expected.trained.keys()
-    for name, weight in expected.trained.items():
-        scale = max(np.abs(weight).max(), 1e-3)
-        assert np.abs(found.trained[name] - weight).max() <= 1e-5 * scale, name
+    assert_same_weights(found.trained, expected.trained, least=1e-3)
 
 
 MODELS = ["llama", "qwen3", "gpt2", "mixtral", "phi3", "gemma3_text", "bert", "gpt_neox"]

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import (
     CONFIGS,
@@ -14,7 +15,7 @@ from tests.runtime.huggingface_runs import (
     HuggingFaceOutcome,
     train,
 )
-from tests.runtime.runs import pipeline, plan_of, stage
+from tests.runtime.runs import assert_same_weights
 
 pytestmark = pytest.mark.dist
 
@@ -45,13 +46,7 @@ INSIDE = (THREE, STAGED)
 
 def assert_same(found: HuggingFaceOutcome, expected: HuggingFaceOutcome, tolerance: float) -> None:
     np.testing.assert_allclose(found.losses, expected.losses, rtol=tolerance)
-    assert found.after.keys() == expected.after.keys()
-    for name, value in expected.after.items():
-        # A key's bias has no gradient but rounding: what is left of it is nothing beside the
-        # weights, whose initial deviation is 0.02.
-        scale = max(np.abs(value).max(), 1e-3)
-        difference = np.abs(found.after[name] - value).max()
-        assert difference <= tolerance * scale, f"{name}: {difference:.2e} of {scale:.2e}"
+    assert_same_weights(found.after, expected.after, tolerance, least=1e-3)
 
 
 def check(pool: ProcessPool, case: HuggingFaceCase, tolerance: float = 1e-5) -> None:

@@ -6,8 +6,8 @@ joined, the result is a list with the value of each micro-batch. Example: two mi
 2 rows that return `{"logits": (4, 10), "name": "a"}` and `{"logits": (2, 10), "name": "a"}` give
 `{"logits": (6, 10), "name": "a"}`.
 
-Steps run to their end only on last stages, once per micro-batch. So items that they append to lists
-of the module are removed there, joined, and appended on every rank, one item per batch.
+Steps run to their end only on last stages, once per micro-batch. So items that they append to the
+module's lists are removed there, joined, and appended on every rank, one item per batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class StepRecord:
 
 
 Records = dict[int, list[StepRecord]]
-"""Records of an iteration's steps, by pipeline, as far as this rank knows them."""
+"""Records of an iteration's steps, by pipeline; those that this rank has."""
 
 
 def records_of(

@@ -1,4 +1,4 @@
-"""Parameters that have the whole shape but not the values: using these raises ConfigurationError.
+"""Parameters with the whole shape but no values: a use of values raises ConfigurationError.
 
 While an optimizer is configured, a rank's slices report the shape of the whole parameter. After a
 run the module has stand-ins for weights whose slices are spread over the ranks. `torch.zeros_like`
@@ -55,7 +55,7 @@ _OWN: frozenset[Any] = frozenset(
         *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     }
 )
-"""Other functions that use no values: they run on the tensor that is stored here."""
+"""Other functions that use no values: they run on the tensor that is here."""
 _MOVES: frozenset[Any] = frozenset(
     {
         *(Tensor.to, torch._has_compatible_shallow_copy_type),
@@ -68,12 +68,12 @@ ASKS_FOR_NO_VALUE = SIZES | _OWN
 
 
 class KnownByShape(nn.Parameter):
-    """A parameter that answers with a whole shape, and refuses functions that use values."""
+    """A parameter that reports a whole shape, and refuses functions that use values."""
 
     _whole: Tensor
     _refusal: str
     _is_copy = False
-    """Whether it is in a copy of the module, whose slices will be where the module's are."""
+    """Whether it belongs to a copy of the module, which will have the same slices as the module."""
 
     @classmethod
     def __torch_function__(
@@ -184,7 +184,7 @@ def hide_again(parameters: Iterable[Any]) -> None:
 
 @contextmanager
 def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
-    """Let a store's slices answer with the shapes of the whole parameters in this context.
+    """Let a store's slices report the shapes of the whole parameters in this context.
 
     They remain the same objects, so an optimizer made of them holds the slices.
     """

@@ -64,7 +64,7 @@ class Ranks:
             known.pop(name, None)
 
     def norm_of_gradient(self, name: str, order: float) -> Tensor:
-        """Return a whole gradient's norm; norms of all gradients are found in one message."""
+        """Return a whole gradient's norm; one message finds the norms of all gradients."""
         known = self.powers.setdefault(order, {})
         if name not in known:
             assert self.gradients is not None

@@ -1,12 +1,12 @@
 """Gather slices into whole tensors, and cut whole tensors into slices.
 
-A checkpoint is consolidated: it holds whole tensors under the module's own names, so plain
-Lightning reads it, and it resumes under any plan. Whole tensors exist one at a time, on CPU, and
-together only on the rank that writes them.
+A checkpoint is consolidated: it has whole tensors under the module's own names, so plain Lightning
+reads it, and it resumes under any plan. Whole tensors exist one at a time, on CPU; only the rank
+that writes them has all.
 
 Callbacks such as Lightning's `WeightAveraging` copy the module in their `setup`, before its
-parameters become slices. Such a copy is cut like the module, so that a rank averages its own slices
-only; its state is gathered when it is saved, and cut when it is loaded.
+parameters become slices. Such a copy is cut like the module, so a rank averages its own slices
+only; the copy's state is gathered when it is saved, and cut when it is loaded.
 """
 
 from collections import defaultdict

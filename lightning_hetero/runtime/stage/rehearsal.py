@@ -2,9 +2,9 @@
 
 A joiner hasn't seen a batch. So the ranks that train describe a layer's call, with its tensors by
 shape and dtype. The joiner makes such a call with zeros, forward and backward, before it joins.
-Short tensors of integers keep their values, because those that say where packed samples begin can't
-be zeros. One layer is called for all, since layers share their code. Under tensor parallelism, or
-if the shapes of steps vary, the first real call may compile once more.
+Short integer tensors keep their values, because those that say where packed samples begin can't be
+zeros. One call is enough for all layers, since they share their code. Under tensor parallelism, or
+if the shapes of steps vary, the first real call may still compile.
 """
 
 import json
@@ -22,7 +22,7 @@ from lightning_hetero.runtime.stage.recomputation import LayerCall
 __all__ = ["describe_call", "rehearse"]
 
 _MOST_VALUES = 1024
-"""Most integers in a tensor that keeps its values; longer ones become zeros."""
+"""Largest number of integers in a tensor that keeps its values; longer ones become zeros."""
 
 
 def describe_call(call: LayerCall) -> str:
@@ -35,7 +35,7 @@ def describe_call(call: LayerCall) -> str:
         with torch._C.DisableTorchFunction():  # Modes that watch the step mustn't see this.
             return json.dumps([_plain(bare.args), _plain(bare.kwargs)])
     except (TypeError, RuntimeError):
-        # RuntimeError: some kinds of tensors have no shape. Then a joiner calls no layer.
+        # RuntimeError: some kinds of tensors have no shape. Then joiners call no layer.
         return ""
 
 

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.stage import activations
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.steps.layer_modules import HandsOn
 from tests.toy import quiet
 

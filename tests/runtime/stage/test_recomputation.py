@@ -19,19 +19,9 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import LayerOptions, Recomputation
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import (
-    MODULES,
-    SEED,
-    Case,
-    Outcome,
-    assert_same_training,
-    fit,
-    pipeline,
-    plan_of,
-    stage,
-    train,
-)
+from tests.runtime.runs import MODULES, SEED, Case, Outcome, assert_same_training, fit, train
 from tests.toy import CONTEXT, GPT, VOCABULARY
 
 needs_compiler = pytest.mark.skipif(
