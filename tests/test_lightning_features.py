@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import (
     BaseFinetuning,
     BasePredictionWriter,
     GradientAccumulationScheduler,
+    StochasticWeightAveraging,
 )
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
@@ -144,6 +145,14 @@ FEATURES: dict[str, tuple[type[Compared], Plan, dict[str, Any]]] = {
         {
             "callbacks": [GradientAccumulationScheduler({0: 1, 1: 2})],
             "enable_model_summary": True,
+        },
+    ),
+    "StochasticWeightAveraging": (
+        Trained,
+        UNEQUAL,
+        {
+            "callbacks": [StochasticWeightAveraging(0.01, swa_epoch_start=1, annealing_epochs=1)],
+            "max_epochs": 4,
         },
     ),
     "a module without layers, overfit_batches": (NoLayers, TWO_COPIES, {"overfit_batches": 1}),

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.access import Access, peers_of, probe
+from lightning_hetero.callbacks.checkpointing.access import Leases, peers_of, probe
 from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import (
@@ -41,8 +41,10 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
 )
 from lightning_hetero.checkpoint import (
     CheckpointId,
+    CheckpointWriter,
     Peers,
     Recovered,
+    Recovery,
     SavedCheckpoint,
     WriterOptions,
 )
@@ -138,7 +140,10 @@ class LayerwiseCheckpoint(Checkpoint):
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
         self._resume = resume
-        self._access: Access | None = None
+        self.node_of_rank: tuple[str, ...] = ()
+        """Name of each rank's node, from the start of fitting."""
+        self._leases: Leases | None = None
+        self._writer: CheckpointWriter | None = None
         self._peers = Peers()
         self._start = CheckpointId(0)
         self._last_step = 0
@@ -147,11 +152,6 @@ class LayerwiseCheckpoint(Checkpoint):
         self._live = LiveSteps()
         self._phases = {"meet": time.time()}
         """When each phase of a start began, in seconds since 1970."""
-
-    @property
-    def node_of_rank(self) -> tuple[str, ...]:
-        """Name of each rank's node, from the start of fitting."""
-        return () if self._access is None else self._access.node_of_rank
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -180,24 +180,31 @@ class LayerwiseCheckpoint(Checkpoint):
         goes_on, needs = _goes_on(trainer), owned.needs()
         live = self._live.recover(needs, self._peers) if goes_on else None
         why_not_live = live if isinstance(live, str) else None
-        self._access = access = Access(
-            self.places,
-            self._peers,
-            is_first_of_node=trainer.local_rank == 0,
-            options=self._options,
+        is_first = trainer.local_rank == 0
+        self._leases = Leases(self.places, self._peers, is_first_of_node=is_first)
+        tiers = self._leases.take(tidies=not goes_on)
+        recovery = Recovery(
+            tiers,
+            node=self.places.node,
+            peers=self._peers,
             skip_unreadable=self._skip_unreadable,
         )
-        access.take_leases(tidies=not goes_on)
+        self.node_of_rank = recovery.node_of_rank
         anew = not self._resume and not goes_on
         recovered = live if isinstance(live, Recovered) else None
         if recovered is None and not anew:
-            recovered = access.recover(needs)
+            recovered = recovery.recover(needs)
         if recovered is None and why_not_live is not None:
             raise CheckpointError(
                 f"A rank was lost before any checkpoint was complete, and {why_not_live}; so "
                 "there is nothing to go on from in place. Start again."
             )
-        self._start = access.enter(recovered, anew=anew)
+        self._start = recovery.begin_run(recovered, anew=anew)
+        if is_first:
+            self.places.forget_other_runs(self._start.run)
+        self._writer = CheckpointWriter(
+            tiers, node_of_rank=self.node_of_rank, peers=self._peers, options=self._options
+        )
         if recovered is None:
             return
         self._phases["load"] = time.time()
@@ -290,19 +297,20 @@ class LayerwiseCheckpoint(Checkpoint):
     def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> SavedCheckpoint:
         """Save the step that has ended, and copy the parts of `leaving` nodes to others."""
         saved = self._save(trainer, leaving=leaving)
-        if self._access is not None:
-            self._access.writer.upload_newest()
+        if self._writer is not None:
+            self._writer.upload_newest()
         return saved
 
     def _save(self, trainer: pl.Trainer, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
-        assert self._access is not None
-        writer = self._access.writer
+        assert self._writer is not None
+        assert self._leases is not None
+        self._leases.raise_if_lost()
         owned = OwnedState(trainer)
         id_ = replace(self._start, step=trainer.global_step)
         content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
-        self.saved = writer.save(content, leaving=leaving)
+        self.saved = self._writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
-        note(trainer, "checkpoint", complete=writer.complete_steps)
+        note(trainer, "checkpoint", complete=self._writer.complete_steps)
         return self.saved
 
     def _wait_for_snapshot(self) -> None:
@@ -313,10 +321,11 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._access is not None:
+        if self._writer is not None and self._leases is not None:
+            self._leases.raise_if_lost()
             # Raises unless a lasting place has the newest checkpoint; shared memory then keeps it.
-            self._access.close()
-            note(trainer, "checkpoint", complete=self._access.writer.complete_steps)
+            self._writer.close()
+            note(trainer, "checkpoint", complete=self._writer.complete_steps)
         if trainer.local_rank == 0 and self.saved is not None:
             self.places.forget_memory()
         self._let_go()
@@ -353,9 +362,12 @@ class LayerwiseCheckpoint(Checkpoint):
         self.saved = self._found = None
 
     def _let_go(self) -> None:
-        access, self._access = self._access, None
-        if access is not None:
-            access.leave()
+        writer, leases, self._writer, self._leases = self._writer, self._leases, None, None
+        if writer is not None:
+            writer.leave()
+        if leases is not None:
+            leases.release()
+        self.node_of_rank = ()
         self._peers.close()
 
 

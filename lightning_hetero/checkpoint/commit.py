@@ -167,6 +167,8 @@ class Committer:
         self._lasting.begin(task.id)
         try:
             if self._lost_peer is not None:
+                if task.snapshot is not None:
+                    task.snapshot.release()
                 raise self._lost_peer
             self._write(task)
         except CheckpointError:
@@ -237,6 +239,8 @@ class Committer:
         replicas = self._options.replicas
         if replicas == 1 and not leaving:
             return True
+        if not any(status["has"] for status in statuses):
+            return True  # All parts are in the remote tier.
         if not all(status["has"] for status in statuses):
             return False
         targets = place_replicas(self._node_of_rank, replicas=replicas, leaving=leaving)
@@ -326,36 +330,42 @@ class Committer:
 
     def _upload(self, part: StoredPart, uploaded: "Future[bool]") -> None:
         """Upload one checkpoint; rank 0 confirms it once all ranks have uploaded their parts."""
-        assert self._remote is not None
-        remote, id_, failure = self._remote, part.manifest.id, None
-
-        def copy(progress: Progress) -> None:
-            if not part.stores:
-                raise CheckpointError(" ".join(part.errors))
-            if TierKind.REMOTE not in part.stores:
-                copy_part(next(iter(part.stores.values())), remote.store, part.manifest, progress)
-
+        id_ = part.manifest.id
         try:
-            self._uploaders.do(copy)
+            if self._lost_peer is not None:
+                raise self._lost_peer
+            self._uploaders.do(partial(self._copy_to_remote, part))
             self._lasting.reach(id_)
             self._sound[TierKind.REMOTE] = id_
+            self._uploaders.do(partial(self._confirm_remote, id_), may_fail=True)
         except Exception as error:
-            failure = error
-            text = f"{id_} wasn't uploaded to {remote}: {error}"
+            if not isinstance(error, CheckpointError):
+                self._lost_peer = error
+            text = f"{id_} wasn't uploaded to {self._remote}: {error}"
             self._lasting.note(text)
             _log.warning("%s", text)
-        if failure is None and self._rank == 0:
+            self._uploading.remove(id_)
+            uploaded.set_exception(error)
+        else:
+            # First, because others that wait for the result look at which upload is running.
+            self._uploading.remove(id_)
+            uploaded.set_result(True)
+
+    def _copy_to_remote(self, part: StoredPart, progress: Progress) -> None:
+        assert self._remote is not None
+        if not part.stores:
+            raise CheckpointError(" ".join(part.errors))
+        if TierKind.REMOTE not in part.stores:
+            source = next(iter(part.stores.values()))
+            copy_part(source, self._remote.store, part.manifest, progress)
+
+    def _confirm_remote(self, checkpoint: CheckpointId, _: Progress) -> None:
+        if self._rank == 0 and self._remote is not None:
             try:
-                confirm(remote, id_)
+                confirm(self._remote, checkpoint)
             except Exception as error:
                 # The client libraries of remote stores raise their own types.
-                _log.warning("Couldn't tidy up %s: %s", remote, error)
-        # First, because others that wait for the result look at which upload is running.
-        self._uploading.remove(id_)
-        if failure is None:
-            uploaded.set_result(True)
-        else:
-            uploaded.set_exception(failure)
+                _log.warning("Couldn't tidy up %s: %s", self._remote, error)
 
     # -- end ------------------------------------------------------------------------------------
 

@@ -71,6 +71,17 @@ class SliceContent:
         """All its tensors by key: the weight first."""
         return {WEIGHT: self.weight, **self.state, **self.whole_state}
 
+    def is_by_rows(self, key: str) -> bool:
+        """Whether a tensor may be cut into other rows; if not, it is only taken whole."""
+        shape = self.tensors[key].shape
+        # A parameter without dims is one row; state without dims is a count that slices share.
+        is_cut = shape == self.slice_shape and (key == WEIGHT or len(shape) > 0)
+        return is_cut and key not in self.whole_state
+
+    def first_dim(self, key: str) -> int:
+        """Return which dim of a tensor comes first in files."""
+        return self.dim if self.shape and self.is_by_rows(key) else 0
+
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SliceContent":
         """Return the slice with other tensors, such as copies; in the order of `tensors`."""
         return replace(

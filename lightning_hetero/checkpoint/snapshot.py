@@ -70,12 +70,14 @@ class HostBuffer:
         if not self._free.acquire(blocking=False):
             raise TimeoutError("The last checkpoint hasn't been written yet.")
         try:
+            # In the layout of files, which are written from this memory.
+            dims = [item.first_dim(key) for item in content.slices for key in item.tensors]
             tensors = [t.detach() for item in content.slices for t in item.tensors.values()]
-            future = self._start(tensors)
+            future = self._start([t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)])
         except BaseException:
             self._free.release()
             raise
-        copies = iter(self._copies)
+        copies = (copy.movedim(0, dim) for copy, dim in zip(self._copies, dims, strict=True))
         slices = tuple(item.map(lambda _: next(copies)) for item in content.slices)
         return Snapshot(
             content=replace(content, slices=slices),

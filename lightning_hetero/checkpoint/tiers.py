@@ -18,11 +18,11 @@ from lightning_hetero.checkpoint.content import CheckpointContent, refuse_nonfin
 from lightning_hetero.checkpoint.deadlines import Followed
 from lightning_hetero.checkpoint.encoding import encode_part, make_manifest
 from lightning_hetero.checkpoint.manifest import (
-    BlockChecksums,
     Buffer,
     CheckpointId,
     FileEntry,
     PartManifest,
+    fault_in,
     manifest_name,
     parse_manifest_name,
 )
@@ -36,6 +36,7 @@ __all__ = [
     "REJECTED",
     "Location",
     "Source",
+    "StoredFile",
     "StoredPart",
     "Tier",
     "TierKind",
@@ -97,7 +98,7 @@ class Tier:
 
         disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
         bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
-        recovered = recover(needs, [disk, bucket], node="node-3", peers=peers)
+        recovered = Recovery([disk, bucket], node="node-3", peers=peers).recover(needs)
     """
 
     kind: TierKind
@@ -254,32 +255,34 @@ def _write_manifest(store: Store, manifest: PartManifest) -> None:
 def copy_part(source: Readable, target: Store, manifest: PartManifest, progress: Progress) -> None:
     """Copy a part between stores; CheckpointError if the source is corrupt."""
     for entry in manifest.files:
-        chunks = Followed(_StoredFile(source, manifest, entry), progress)
+        chunks = Followed(StoredFile(source, manifest, entry), progress)
         target.write(f"{manifest.id.folder}/{entry.name}", chunks)
     progress.refuse_if_late()
     _write_manifest(target, manifest)
 
 
 @dataclass(frozen=True)
-class _StoredFile:
-    """The chunks of a stored file; after the last one, checksums are compared."""
+class StoredFile:
+    """The chunks of a file of a stored part, each of whole blocks; may be iterated several times.
+
+    Raises:
+        CheckpointError: A checksum is wrong; the message names the block.
+    """
 
     store: Readable
     manifest: PartManifest
     entry: FileEntry
 
     def __iter__(self) -> Iterator[Buffer]:
-        size, checksums = self.entry.size_bytes, BlockChecksums(self.manifest.block_bytes)
-        for start in range(0, size, _CHUNK_BYTES):
+        size, block = self.entry.size_bytes, self.manifest.block_bytes
+        step = max(1, _CHUNK_BYTES // block) * block
+        for start in range(0, size, step):
+            stop = min(start + step, size)
             name = f"{self.manifest.id.folder}/{self.entry.name}"
-            chunk = self.store.read(name, start, min(start + _CHUNK_BYTES, size))
-            checksums.update(chunk)
+            chunk = self.store.read(name, start, stop)
+            if why := fault_in(chunk, start, stop, self.entry, block):
+                raise CheckpointError(f"{self.entry.name} of {self.manifest.id} is corrupt: {why}.")
             yield chunk
-        if checksums.finish() != self.entry.checksums:
-            raise CheckpointError(
-                f"{self.entry.name} of {self.manifest.id} is corrupt at its source; it wasn't "
-                "copied."
-            )
 
 
 def pull_part(

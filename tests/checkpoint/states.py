@@ -14,13 +14,13 @@ from lightning_hetero.checkpoint import (
     CheckpointWriter,
     Peers,
     Recovered,
+    Recovery,
     SliceContent,
     SliceNeed,
     Store,
     Tier,
     TierKind,
     WriterOptions,
-    recover,
 )
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.owners import assign_owners
@@ -215,22 +215,50 @@ class Nodes:
         self.disk[node].files.clear()
 
 
+def recover(
+    needs: Sequence[SliceNeed], tiers: Sequence[Tier], *, step: int | None = None, **options: Any
+) -> Recovered | None:
+    return Recovery(tiers, **options).recover(needs, step=step)
+
+
+def begin_run(tiers: Sequence[Tier], **options: Any) -> CheckpointId:
+    return Recovery(tiers, **options).begin_run()
+
+
+def write(
+    tiers: Sequence[Sequence[Tier]],
+    action: Callable[[int, CheckpointWriter], T],
+    *,
+    node_of_rank: Sequence[str] = "abc",
+    timeout_s: float = 30.0,
+    **options: Any,
+) -> list[T]:
+    """Run `action(rank, writer)` for the ranks with these tiers, then close the writers."""
+
+    def run(rank: int, peers: Peers) -> T:
+        writer = CheckpointWriter(
+            tiers[rank],
+            node_of_rank=node_of_rank[: len(tiers)],
+            peers=peers,
+            options=WriterOptions(**options),
+        )
+        result = action(rank, writer)
+        writer.close()
+        return result
+
+    return run_ranks(len(tiers), run, timeout_s=timeout_s)
+
+
 def save_all(
     nodes: Nodes, node_of_rank: Sequence[str], parts: list[CheckpointContent], *, replicas: int = 1
 ) -> None:
-    def action(rank: int, peers: Peers) -> None:
-        writer = CheckpointWriter(
-            nodes.tiers(node_of_rank[rank]),
-            node_of_rank=node_of_rank,
-            peers=peers,
-            options=WriterOptions(replicas=replicas),
-        )
+    def action(rank: int, writer: CheckpointWriter) -> None:
         saved = writer.save(parts[rank])
         saved.wait_until_confirmed(20)
         assert saved.wait_until_uploaded(20) == (nodes.remote is not None)
-        writer.close()
 
-    run_ranks(len(parts), action)
+    tiers = [nodes.tiers(node) for node in node_of_rank]
+    write(tiers, action, node_of_rank=node_of_rank, replicas=replicas)
 
 
 def recover_all(
@@ -271,6 +299,10 @@ PLANS = {
 
 def disk(store: Store, **options: int) -> Tier:
     return Tier(kind=TierKind.DISK, store=store, **options)
+
+
+def remote(store: Store, **options: int) -> Tier:
+    return Tier(kind=TierKind.REMOTE, store=store, **options)
 
 
 class Gate:

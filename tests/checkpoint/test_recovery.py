@@ -11,7 +11,6 @@ from lightning_hetero.checkpoint import (
     SliceContent,
     SliceNeed,
     Source,
-    recover,
 )
 from lightning_hetero.checkpoint.commit import place_replicas
 from lightning_hetero.checkpoint.encoding import DTYPE_NAMES
@@ -24,6 +23,7 @@ from tests.checkpoint.states import (
     assert_is_state,
     contents,
     needs_of,
+    recover,
     recover_all,
     save_all,
 )
