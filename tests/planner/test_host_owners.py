@@ -32,7 +32,7 @@ def find(host_memory_bytes: float | None):
 
 
 def test_hosts_own_what_devices_have_no_room_for():
-    with pytest.raises(PlanningError, match="or say how much host_memory_bytes"):
+    with pytest.raises(PlanningError, match="give the nodes host_memory_bytes"):
         find(None)
     with pytest.raises(PlanningError, match=r"in its own memory, of which 1\.8 GiB may"):
         find(2 * GIB)
