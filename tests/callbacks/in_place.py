@@ -110,7 +110,9 @@ def trainer_of(
         "accelerator": accelerator,
     }
     silence = timedelta(seconds=heartbeat_s)
-    elastic = ElasticRestart(in_place=in_place, heartbeat_timeout=silence)
+    elastic = ElasticRestart(
+        drain_timeout_s=25.0 if in_place else 1.0, in_place=in_place, heartbeat_timeout=silence
+    )
     callbacks = [checkpoint, elastic, RunLog(folder / "events.jsonl")]
     return L.Trainer(
         strategy=strategy,
