@@ -5,7 +5,7 @@ them are worse, and then next to the best one; for the second order of placement
 by room, only where that makes a difference for the best number.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -47,6 +47,8 @@ _FAR, _FAR_IN_A_ROW = 1.25, 2
 """No more pipelines are tried once so many numbers in a row had a T of so many times the best."""
 _FINE = 0.03
 """Numbers of pipelines closer to the best one than this share are not tried."""
+_HALVINGS = 3
+"""How often the numbers halfway between the best one and those next to it are tried."""
 _SAME_ORDER = 3e-3
 """Masters of the second order of placement are solved where T differs by at least this share."""
 
@@ -142,69 +144,53 @@ class FastestPlans:
         total = self.any_stages.workload.global_batch_size // min(sizes)
         top = min(total, sum(self.any_stages.devices.values()))
         near, far = MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER
-        numbers = self._scan(lambda n: self._solve(Ownership(n), near), _numbers(top))
-        times = {owner.num_pipelines: master.time_s for (owner, _), master in self.solved.items()}
+        numbers = _numbers(top)
+        times = self._scan(lambda n: self._solve(Ownership(n), near), numbers)
         best = min(times, key=times.__getitem__)
         other = self._solve(Ownership(best), far)
         if not abs(other / times[best] - 1) < _SAME_ORDER:
-            self._descend(lambda n: self._solve(Ownership(n), far), numbers, best)
+            for number, seconds in times.items():
+                if seconds <= times[best] * _NEAR:
+                    self._solve(Ownership(number), far)
         if self.judge.cost.layout.is_owned_by_room:
-            self._follow_room(numbers, best)
+            self._follow_room(times, [number for number in numbers if number >= best])
         return min(master.time_s for master in self.solved.values())
 
-    def _follow_room(self, numbers: Sequence[int], best: int) -> None:
+    def _follow_room(self, times: Mapping[int, float], numbers: Sequence[int]) -> None:
         """Solve masters with owners by room for the best number, and for more than fit otherwise.
 
-        If they gain something there, for the numbers next to it, too.
+        If they gain something there, for other numbers, too.
         """
 
         def solve(number: int) -> float:
             return self._solve(Ownership(number, by_room=True), MappingOrder.STAGES_TOGETHER)
 
-        least_s = min(master.time_s for master in self.solved.values())
-        lacking = {o.num_pipelines for (o, _), m in self.solved.items() if m.time_s == np.inf}
-        near = [best, *sorted(number for number in lacking if number > best)[:1]]
-        if least_s < np.inf and min(map(solve, near)) > least_s * (1 - _SAME_ORDER):
-            return
-        self._descend(solve, sorted({*numbers, *near}), min(near, key=solve))
-        rooms = {o: master.time_s for (o, _), master in self.solved.items() if o.by_room}
-        self._solve(min(rooms, key=rooms.__getitem__), MappingOrder.PIPELINES_TOGETHER)
+        least_s = min(times.values())
+        lacking = [n for n in numbers if times.get(n) == np.inf]
+        near = [min(times, key=times.__getitem__), *lacking[:1]]
+        if least_s == np.inf or min(map(solve, near)) <= least_s * (1 - _SAME_ORDER):
+            rooms = self._scan(solve, numbers)
+            best = Ownership(min(rooms, key=rooms.__getitem__), by_room=True)
+            self._solve(best, MappingOrder.PIPELINES_TOGETHER)
 
-    def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> list[int]:
+    def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> dict[int, float]:
         """Try numbers of pipelines in order, until more are worse, and those around the best."""
         known: dict[int, float] = {}
         for number in numbers:
             known[number] = solve(number)
-            best = min(known.values())
-            worse = [seconds > _FAR * best for seconds in known.values()]
-            if len(worse) > _FAR_IN_A_ROW and all(worse[-_FAR_IN_A_ROW:]) and best < np.inf:
+            last = list(known.values())[-_FAR_IN_A_ROW - 1 :]
+            if len(last) > _FAR_IN_A_ROW and min(last[1:]) > _FAR * min(known.values()):
                 break
-        self._refine(solve, known)
-        return sorted(known)
-
-    def _descend(self, solve: Callable[[int], float], numbers: Sequence[int], start: int) -> None:
-        """Try the numbers on both sides of one, as long as they are better, and those between."""
-        known = {start: solve(start)}
-        place = numbers.index(start)
-        for side in (numbers[place + 1 :], numbers[:place][::-1]):
-            for number in side:
-                known[number] = solve(number)
-                if known[number] > min(known.values()):
-                    break
-        self._refine(solve, known)
-
-    def _refine(self, solve: Callable[[int], float], known: dict[int, float]) -> None:
-        """Try numbers halfway between the best one and those next to it."""
-        for _ in range(3):
+        for _ in range(_HALVINGS):
             ordered = sorted(known)
-            place = ordered.index(min(known, key=lambda n: (known[n], n)))
-            best_number = ordered[place]
-            near = ordered[max(0, place - 1) : place + 2]
-            new = {(n + best_number) // 2 for n in near} - known.keys()
-            if not new or max(abs(n - best_number) for n in new) < _FINE * best_number:
+            best = min(known, key=lambda n: (known[n], n))
+            place = ordered.index(best)
+            new = {(n + best) // 2 for n in ordered[max(0, place - 1) : place + 2]} - known.keys()
+            if all(abs(n - best) < _FINE * best for n in new):
                 break
             for number in sorted(new):
                 known[number] = solve(number)
+        return known
 
     def _solve(self, ownership: Ownership, order: MappingOrder) -> float:
         """Return the least T of a master, solved once, with the best columns of those before."""

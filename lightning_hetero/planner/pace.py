@@ -68,17 +68,11 @@ def _dealt_freely(rates: Sequence[Pace], sizes: Sequence[int], total: int) -> li
         for index in members:
             counts[index] = early
         left -= early * size * len(members)
-    while left < 0:
-        more = [kind for kind, members in kinds.items() if counts[members[0]] > 1]
-        if not more:
-            return None
-        kind = max(more, key=lambda kind: kind[0].ends_s(counts[kinds[kind][0]]))
-        for index in kinds[kind]:
-            counts[index] -= 1
-            left += kind[1]
+    if left < 0:
+        counts, left = [1] * len(rates), total - sum(sizes)
     queue = [(kind[0].ends_s(counts[m[0]] + 1), m[0], kind) for kind, m in kinds.items()]
     heapq.heapify(queue)
-    while left and queue:
+    while left > 0 and queue:
         _, first, (rate, size) = heapq.heappop(queue)
         members = kinds[rate, size][: left // size]
         for index in members:
