@@ -38,16 +38,10 @@ _OF_LENGTH = 3
 """How many pipelines of each number of stages are added to the first pool."""
 _RAISES = 4
 """How often a level's prices may be raised until its pipeline fits the nodes."""
-_CARRY = 0.5
-"""Share of a level's raised prices with which levels next to it begin."""
 _STEP = 0.2
 """Least change of a price, as a share of the devices' average price."""
 _ENOUGH = 4
-"""Levels are not refined once so many columns improve the master."""
-_LOOKS = 2
-"""How often levels are priced: all of them, then those next to the best."""
-_NEAREST = 5
-"""How many of the best levels have their neighbours priced."""
+"""Other shares of links are not tried once so many columns improve the master."""
 _WAITS = (0.0, 0.5, 1.0)
 """Shares of its links' seconds that a stage is assumed to wait for. In the slowest cycle of n
 stages each waits for (n - 1)/n of them, elsewhere for none."""
@@ -106,110 +100,64 @@ class Pricing:
     ) -> list[tuple[float, Column]]:
         """Return columns that the nodes can run with a reduced value above `least`, best first.
 
-        Duals of rows with devices to spare are 0, and a pipeline may be worth more than its devices
-        cost with more of them than there are. So each level raises the prices of what its path
-        takes too much of, in steps of `floor`, until the path fits; values are by the duals alone.
         Prices and values are in sequences, so for each micro-batch they are divided by its size.
         """
         size = self.stages.workload.sequences_per_microbatch
         own = Duals(rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size)
-        exact: dict[Column, float] = {}
-        for wait in self._waits_in_order():
-            self._find(wait, time_s, own, least / size, floor / size, exact)
-            if sum(value * size > least for value in exact.values()) >= _ENOUGH:
-                self._wait = wait
+        found: dict[Column, float] = {}
+        for wait in sorted(self.waits, key=lambda wait: wait != self._wait):
+            found |= self._fitting(wait, time_s, own, floor / size)
+            if sum(value * size > least for value in found.values()) >= _ENOUGH:
+                self._wait = wait  # Which is tried first next time.
                 break
-        ranked = sorted(exact.items(), key=lambda item: -item[1])
+        ranked = sorted(found.items(), key=lambda item: -item[1])
         return [(value * size, column) for column, value in ranked if value * size > least]
 
-    def _waits_in_order(self) -> list[float]:
-        """Return the shares of links to try, the one that found columns last before the others."""
-        return sorted(self.waits, key=lambda wait: wait != self._wait)
+    def _fitting(
+        self, wait: float, time_s: float, duals: Duals, floor: FloatArray
+    ) -> dict[Column, float]:
+        """Return columns that the nodes can run, with their values, for one share of links.
 
-    def _find(
-        self,
-        wait: float,
-        time_s: float,
-        duals: Duals,
-        least: float,
-        floor: FloatArray,
-        exact: dict[Column, float],
-    ) -> None:
-        """Add columns that fit to `exact`, with their values, for one share of links."""
-        every = self.levels[self.waits.index(wait)]
-        levels = every[every <= time_s]
-        step = max(1, len(levels) // _LEVELS)
-        chosen = np.arange(step // 2, len(levels), step)
-        raised = np.zeros((len(chosen), len(floor)))
-        for _ in range(_LOOKS):
-            if not len(chosen):
+        Duals of rows with devices to spare are 0, and a pipeline may be worth more than its devices
+        cost with more of them than there are. So each level raises the prices of what its path
+        takes too much of, in steps of `floor`, until the path fits; values are by the duals alone.
+        """
+        every, limits = self.levels[self.waits.index(wait)], self.stages.limits
+        every = every[every <= time_s]
+        step = max(1, len(every) // _LEVELS)
+        levels = every[step // 2 :: step]
+        raised = np.zeros((len(levels), len(floor)))
+        fitting: dict[Column, None] = {}
+        active = np.arange(len(levels))
+        for attempt in range(1, _RAISES + 1):
+            if not len(active):
                 break
-            values = self._fitting(wait, levels[chosen], time_s, duals, floor, raised, exact)
-            if step == 1 or sum(value > least for value in exact.values()) >= _ENOUGH:
-                break
-            # Levels next to the best ones, at a quarter of the distance, from their prices.
-            step = max(1, step // 4)
-            best = np.argsort(-values, kind="stable")[:_NEAREST]
-            near = np.unique((chosen[best][:, None] + step * np.arange(-3, 4)).ravel())
-            near = np.setdiff1d(near[(near >= 0) & (near < len(levels))], chosen)
-            after = np.clip(np.searchsorted(chosen, near), 0, len(chosen) - 1)
-            chosen, raised = near, _CARRY * raised[after]
-
-    def _fitting(  # noqa: PLR0913
-        self,
-        wait: float,
-        levels: FloatArray,
-        time_s: float,
-        duals: Duals,
-        floor: FloatArray,
-        raised: FloatArray,
-        exact: dict[Column, float],
-    ) -> FloatArray:
-        """Raise prices until columns fit; return the levels' best values."""
-        limits = self.stages.limits
-        values = np.full(len(levels), -np.inf)
-        open_levels = np.arange(len(levels))
-        for attempt in range(_RAISES):
-            prices = (duals.rows + raised[open_levels]) @ self.stages.uses.T
-            found = self._price(wait, levels[open_levels], time_s, duals, prices)
-            left = []
-            fitting = [
-                column for _, column in found if (self.times.uses(column.options) <= limits).all()
-            ]
-            self._value(fitting, time_s, duals, exact)
-            for index, column in found:
-                level = int(open_levels[index])
-                uses = self.times.uses(column.options)
-                over = uses - limits
+            prices = (duals.rows + raised[active]) @ self.stages.uses.T
+            left = set()
+            for index, column in self._price(wait, levels[active], time_s, duals, prices):
+                level, over = int(active[index]), self.times.uses(column.options) - limits
                 if (over <= 0).all():
-                    worth = max(exact.get(c, -np.inf) for c in self._balanced(column))
-                    values[level] = max(values[level], worth)
+                    fitting[column] = None
                     if not raised[level].any():
                         continue
                 # A subgradient step: dearer where too much is taken, cheaper where some is left.
                 moved = np.sign(over) * _STEP + over / limits
-                raised[level] = np.maximum(raised[level] + floor * moved / (1 + attempt), 0.0)
-                left.append(level)
-            open_levels = np.unique(np.array(left, dtype=np.int64))
-            if not len(open_levels):
-                break
-        return values
+                raised[level] = np.maximum(raised[level] + floor * moved / attempt, 0.0)
+                left.add(level)
+            active = np.array(sorted(left), dtype=np.int64)
+        return self._values(list(fitting), time_s, duals)
 
-    def _balanced(self, column: Column) -> list[Column]:
-        """Return a column, and the same stages with balanced layers."""
-        layers = self.times.balance(column.options)
-        return [column] if layers is None else [column, column._replace(layers=layers)]
-
-    def _value(
-        self, columns: list[Column], time_s: float, duals: Duals, exact: dict[Column, float]
-    ) -> None:
-        """Add columns, and ones with balanced layers, to `exact` with their reduced values."""
-        every = dict.fromkeys(item for column in columns for item in self._balanced(column))
-        new = [item for item in every if item not in exact]
-        for item, rate in zip(new, self.times.rates(new), strict=True):
+    def _values(self, columns: list[Column], time_s: float, duals: Duals) -> dict[Column, float]:
+        """Return the reduced values of columns, and of the same stages with balanced layers."""
+        balanced = [self.times.balance(column.options) for column in columns]
+        pairs = zip(columns, balanced, strict=True)
+        every = [*columns, *(column._replace(layers=n) for column, n in pairs if n)]
+        found = {}
+        for column, rate in zip(every, self.times.rates(every), strict=True):
             if rate is not None:
                 needs = float(rate.uses @ duals.rows) + duals.pipeline - duals.room * rate.room
-                exact[item] = (time_s - rate.fill_s) / rate.slope_s - needs
+                found[column] = (time_s - rate.fill_s) / rate.slope_s - needs
+        return found
 
     def smallest(self) -> Column | None:
         """Return the pipeline that takes about the fewest devices; None if no pipeline fits."""
