@@ -133,7 +133,6 @@ class Master:
         self.pool: dict[Column, Rate] = {}
         self.time_s = np.inf
         self.is_lacking = False
-        self.floor = np.zeros(len(self.stages.rows))
         self._last: _Solved | None = None
         self.shift = cache(self._shifted)
         self._prepare_room()
@@ -196,7 +195,7 @@ class Master:
         return self.time_s
 
     def _price(self, time_s: float, duals: Duals, least: float) -> list[tuple[float, Column]]:
-        found = [pair for p in self.pricing for pair in p.columns(time_s, duals, least, self.floor)]
+        found = [pair for p in self.pricing for pair in p.columns(time_s, duals, least)]
         return sorted(found, key=lambda pair: -pair[0])
 
     def _guess(self) -> tuple[float, Duals]:
@@ -217,8 +216,7 @@ class Master:
             speed[kind] * time_s / stages.num_layers * degree for kind, degree, _ in stages.rows
         ]
         of_devices = [degree == 1 for _, degree, _ in stages.rows]
-        self.floor = np.array(rows)
-        return time_s, Duals(rows=np.where(of_devices, self.floor, 0.0))
+        return time_s, Duals(rows=np.where(of_devices, rows, 0.0))
 
     def _begin(self) -> None:
         """Fill the pool with even columns, and those for guessed prices."""

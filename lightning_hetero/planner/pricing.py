@@ -36,10 +36,6 @@ _SLOW_LINK = 0.02
 """Waits for links are priced where a message takes more than this share of all layers' seconds."""
 _OF_LENGTH = 3
 """How many pipelines of each number of stages are added to the first pool."""
-_RAISES = 4
-"""How often a level's prices may be raised until its pipeline fits the nodes."""
-_STEP = 0.2
-"""Least change of a price, as a share of the devices' average price."""
 _ENOUGH = 4
 """Other shares of links are not tried once so many columns improve the master."""
 _WAITS = (0.0, 0.5, 1.0)
@@ -95,9 +91,7 @@ class Pricing:
             found.append(np.unique(np.round(every[np.isfinite(every)], 12)))
         return found
 
-    def columns(
-        self, time_s: float, duals: Duals, least: float, floor: FloatArray
-    ) -> list[tuple[float, Column]]:
+    def columns(self, time_s: float, duals: Duals, least: float) -> list[tuple[float, Column]]:
         """Return columns that the nodes can run with a reduced value above `least`, best first.
 
         Prices and values are in sequences, so for each micro-batch they are divided by its size.
@@ -106,49 +100,25 @@ class Pricing:
         own = Duals(rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size)
         found: dict[Column, float] = {}
         for wait in sorted(self.waits, key=lambda wait: wait != self._wait):
-            found |= self._fitting(wait, time_s, own, floor / size)
+            every = self.levels[self.waits.index(wait)]
+            every = every[every <= time_s]
+            step = max(1, len(every) // _LEVELS)
+            prices: FloatArray = own.rows @ self.stages.uses.T
+            priced = self._price(wait, every[step // 2 :: step], time_s, own, prices)
+            found |= self._values(list(dict.fromkeys(priced)), time_s, own)
             if sum(value * size > least for value in found.values()) >= _ENOUGH:
                 self._wait = wait  # Which is tried first next time.
                 break
         ranked = sorted(found.items(), key=lambda item: -item[1])
         return [(value * size, column) for column, value in ranked if value * size > least]
 
-    def _fitting(
-        self, wait: float, time_s: float, duals: Duals, floor: FloatArray
-    ) -> dict[Column, float]:
-        """Return columns that the nodes can run, with their values, for one share of links.
-
-        Duals of rows with devices to spare are 0, and a pipeline may be worth more than its devices
-        cost with more of them than there are. So each level raises the prices of what its path
-        takes too much of, in steps of `floor`, until the path fits; values are by the duals alone.
-        """
-        every, limits = self.levels[self.waits.index(wait)], self.stages.limits
-        every = every[every <= time_s]
-        step = max(1, len(every) // _LEVELS)
-        levels = every[step // 2 :: step]
-        raised = np.zeros((len(levels), len(floor)))
-        fitting: dict[Column, None] = {}
-        active = np.arange(len(levels))
-        for attempt in range(1, _RAISES + 1):
-            if not len(active):
-                break
-            prices = (duals.rows + raised[active]) @ self.stages.uses.T
-            left = set()
-            for index, column in self._price(wait, levels[active], time_s, duals, prices):
-                level, over = int(active[index]), self.times.uses(column.options) - limits
-                if (over <= 0).all():
-                    fitting[column] = None
-                    if not raised[level].any():
-                        continue
-                # A subgradient step: dearer where too much is taken, cheaper where some is left.
-                moved = np.sign(over) * _STEP + over / limits
-                raised[level] = np.maximum(raised[level] + floor * moved / attempt, 0.0)
-                left.add(level)
-            active = np.array(sorted(left), dtype=np.int64)
-        return self._values(list(fitting), time_s, duals)
-
     def _values(self, columns: list[Column], time_s: float, duals: Duals) -> dict[Column, float]:
-        """Return the reduced values of columns, and of the same stages with balanced layers."""
+        """Return the reduced values of columns, and of the same stages with balanced layers.
+
+        Those are left out that take more devices than there are.
+        """
+        limits = self.stages.limits
+        columns = [c for c in columns if (self.times.uses(c.options) <= limits).all()]
         balanced = [self.times.balance(column.options) for column in columns]
         pairs = zip(columns, balanced, strict=True)
         every = [*columns, *(column._replace(layers=n) for column, n in pairs if n)]
@@ -164,14 +134,14 @@ class Pricing:
         level_s = max((float(every[-1]) for every in self.levels if len(every)), default=0.0)
         if not level_s:
             return None
-        degrees = np.array([[1e3 * option.tp_degree for option in self.stages.options]])
+        degrees = 1e3 * self.stages.degrees
         nothing = Duals(rows=np.zeros(len(self.stages.rows)))
         found = self._price(0.0, np.array([level_s]), level_s, nothing, degrees)
-        return found[0][1] if found else None
+        return found[0] if found else None
 
     def _price(
         self, wait: float, levels: FloatArray, time_s: float, duals: Duals, prices: FloatArray
-    ) -> list[tuple[int, Column]]:
+    ) -> list[Column]:
         """Return the best column of each level and, for a wide search, of each length.
 
         Args:
@@ -179,7 +149,7 @@ class Pricing:
             levels: Bottlenecks.
             time_s: Seconds of an iteration.
             duals: Prices of a pipeline and of room.
-            prices: [levels, options] of each stage.
+            prices: [options] of each stage.
         """
         count, size = len(levels), self.num_layers + 1
         best = np.full(count, -np.inf)
@@ -211,9 +181,7 @@ class Pricing:
         for position, row in enumerate(values if self.is_wide or len(self.waits) > 1 else ()):
             every = np.argsort(-row, kind="stable")[: _OF_LENGTH if self.is_wide else 1].tolist()
             chosen += [(level, position) for level in every if np.isfinite(row[level])]
-        distinct = list(dict.fromkeys(chosen))
-        columns = self._columns(paths, edges, closing, distinct)
-        return [(level, column) for (level, _), column in zip(distinct, columns, strict=True)]
+        return self._columns(paths, edges, closing, list(dict.fromkeys(chosen)))
 
     def _edge(
         self,
@@ -230,9 +198,7 @@ class Pricing:
         links_s = self.hops_s[:, None] * (not is_lone)
         end_s = seconds + links_s + self.first_s * bool(end)
         cost = (
-            end_s[None] / levels[:, None, None]
-            + prices[:, :, None]
-            - duals.room * table.room[index]
+            end_s[None] / levels[:, None, None] + prices[:, None] - duals.room * table.room[index]
         )
         busy = seconds + wait * links_s
         cost = np.where(busy[None] <= levels[:, None, None] * (1 + 1e-9), cost, np.inf)
