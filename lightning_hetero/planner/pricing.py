@@ -103,7 +103,7 @@ class Pricing:
             every = self.levels[self.waits.index(wait)]
             every = every[every <= time_s]
             step = max(1, len(every) // _LEVELS)
-            prices: FloatArray = own.rows @ self.stages.uses.T
+            prices = np.asarray(own.rows @ self.stages.uses.T, dtype=np.float64)
             priced = self._price(wait, every[step // 2 :: step], time_s, own, prices)
             found |= self._values(list(dict.fromkeys(priced)), time_s, own)
             if sum(value * size > least for value in found.values()) >= _ENOUGH:
