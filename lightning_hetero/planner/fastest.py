@@ -37,7 +37,7 @@ _PLACED = 24
 """How many of the mixes that are fastest by their columns' times are placed and simulated."""
 _IMPROVED = 12
 """How many of the fastest placed plans the last local search begins from."""
-_WORK = 5_000
+_WORK = 10_000
 """Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
 _SIZES_KEPT = 3
 """How many sizes of micro-batches, those best alone, may be mixed in one plan."""

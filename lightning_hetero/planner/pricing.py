@@ -10,7 +10,7 @@ For each level t the sum is least along a shortest path from (0 stages, 0 layers
 layers), which places stages from the last to the first: so each stage's position says how many
 micro-batches it holds, hence its memory and recomputation. Levels are exact seconds of some number
 of layers on some stage option. Slow links make cycles of stages wait, which no sum over stages
-says; so paths are found for several shares of links in `w ≤ t`, and valued by their exact rates.
+says; so paths are found with half of the links in `w ≤ t`, and valued by their exact rates.
 """
 
 import itertools
@@ -32,14 +32,10 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 
 _LEVELS = 16
 """How many levels of the bottleneck are priced at once."""
-_SLOW_LINK = 0.02
-"""Waits for links are priced where a message takes more than this share of all layers' seconds."""
 _OF_LENGTH = 3
 """How many pipelines of each number of stages are added to the first pool."""
-_ENOUGH = 4
-"""Other shares of links are not tried once so many columns improve the master."""
-_WAITS = (0.0, 0.5, 1.0)
-"""Shares of its links' seconds that a stage is assumed to wait for. In the slowest cycle of n
+_WAIT = 0.5
+"""Share of its links' seconds that a stage is assumed to wait for. In the slowest cycle of n
 stages each waits for (n - 1)/n of them, elsewhere for none."""
 _STALE = 3
 """No longer pipelines are tried once so many lengths in a row were no better."""
@@ -68,27 +64,20 @@ class Pricing:
         self.hops_s = np.array(
             [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
         )
-        self.waits: tuple[float, ...] = (0.5,)
-        self._wait = 0.5
         self.is_wide = False
         """Whether the best pipelines of every number of stages are found, too."""
 
         self.first_s = np.stack([times.first_s(option) for option in options])
-        fastest_s = times.table.total_s[0, ..., 1:].min()
-        if self.hops_s.max(initial=0.0) > _SLOW_LINK * self.num_layers * fastest_s:
-            self.waits = _WAITS
 
     def _width(self, option: Option) -> int:
         return max(self.stages.counts_of_class[option.node_class])
 
     @cached_property
-    def levels(self) -> list[FloatArray]:
-        """All seconds that a stage may take for a micro-batch, for each share of its links."""
-        found, total_s = [], self.times.table.total_s
-        for wait in self.waits:
-            every = total_s + wait * self.hops_s[:, None, None]
-            every[3] = total_s[3]  # A lone stage sends nothing.
-            found.append(np.unique(np.round(every[np.isfinite(every)], 12)))
+    def levels(self) -> FloatArray:
+        """All seconds that a stage may take for a micro-batch, with its share of links."""
+        every = self.times.table.total_s + _WAIT * self.hops_s[:, None, None]
+        every[3] -= _WAIT * self.hops_s[:, None, None]  # A lone stage sends nothing.
+        found: FloatArray = np.unique(np.round(every[np.isfinite(every)], 12))
         return found
 
     def columns(self, time_s: float, duals: Duals, least: float) -> list[tuple[float, Column]]:
@@ -98,17 +87,11 @@ class Pricing:
         """
         size = self.stages.workload.sequences_per_microbatch
         own = Duals(rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size)
-        found: dict[Column, float] = {}
-        for wait in sorted(self.waits, key=lambda wait: wait != self._wait):
-            every = self.levels[self.waits.index(wait)]
-            every = every[every <= time_s]
-            step = max(1, len(every) // _LEVELS)
-            prices = np.asarray(own.rows @ self.stages.uses.T, dtype=np.float64)
-            priced = self._price(wait, every[step // 2 :: step], time_s, own, prices)
-            found |= self._values(list(dict.fromkeys(priced)), time_s, own)
-            if sum(value * size > least for value in found.values()) >= _ENOUGH:
-                self._wait = wait  # Which is tried first next time.
-                break
+        levels = self.levels[self.levels <= time_s]
+        step = max(1, len(levels) // _LEVELS)
+        prices = np.asarray(own.rows @ self.stages.uses.T, dtype=np.float64)
+        priced = self._price(levels[step // 2 :: step], time_s, own, prices)
+        found = self._values(list(dict.fromkeys(priced)), time_s, own)
         ranked = sorted(found.items(), key=lambda item: -item[1])
         return [(value * size, column) for column, value in ranked if value * size > least]
 
@@ -131,21 +114,20 @@ class Pricing:
 
     def smallest(self) -> Column | None:
         """Return the pipeline that takes about the fewest devices; None if no pipeline fits."""
-        level_s = max((float(every[-1]) for every in self.levels if len(every)), default=0.0)
-        if not level_s:
+        if not len(self.levels):
             return None
-        degrees = 1e3 * self.stages.degrees
+        level_s = float(self.levels[-1])
+        degrees: FloatArray = 1e3 * self.stages.degrees
         nothing = Duals(rows=np.zeros(len(self.stages.rows)))
-        found = self._price(0.0, np.array([level_s]), level_s, nothing, degrees)
+        found = self._price(np.array([level_s]), level_s, nothing, degrees)
         return found[0] if found else None
 
     def _price(
-        self, wait: float, levels: FloatArray, time_s: float, duals: Duals, prices: FloatArray
+        self, levels: FloatArray, time_s: float, duals: Duals, prices: FloatArray
     ) -> list[Column]:
         """Return the best column of each level and, for a wide search, of each length.
 
         Args:
-            wait: Share of its links' seconds that a stage has to wait for.
             levels: Bottlenecks.
             time_s: Seconds of an iteration.
             duals: Prices of a pipeline and of room.
@@ -160,7 +142,7 @@ class Pricing:
         stale = 0
         worth = time_s / levels + 1 - duals.pipeline
         for position in range(self.stages.max_stages):
-            edge = self._edge(2, wait, position, levels, prices, duals)
+            edge = self._edge(2, position, levels, prices, duals)
             total = paths[-1][:, ::-1] + edge.min(axis=1)
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
@@ -172,21 +154,20 @@ class Pricing:
             values.append(value)
             if stale > _STALE or position + 1 >= self.stages.max_stages:
                 break
-            edge = self._edge(0, wait, position, levels, prices, duals)
+            edge = self._edge(0, position, levels, prices, duals)
             edges.append(edge)
             paths.append(_joined(paths[-1], edge.min(axis=1)))
             if not np.isfinite(paths[-1]).any():
                 break
         chosen = [(level, int(at[level])) for level in np.flatnonzero(np.isfinite(best)).tolist()]
-        for position, row in enumerate(values if self.is_wide or len(self.waits) > 1 else ()):
-            every = np.argsort(-row, kind="stable")[: _OF_LENGTH if self.is_wide else 1].tolist()
+        for position, row in enumerate(values if self.is_wide else ()):
+            every = np.argsort(-row, kind="stable")[:_OF_LENGTH].tolist()
             chosen += [(level, position) for level in every if np.isfinite(row[level])]
         return self._columns(paths, edges, closing, list(dict.fromkeys(chosen)))
 
     def _edge(
         self,
         end: int,
-        wait: float,
         position: int,
         levels: FloatArray,
         prices: FloatArray,
@@ -200,7 +181,7 @@ class Pricing:
         cost = (
             end_s[None] / levels[:, None, None] + prices[:, None] - duals.room * table.room[index]
         )
-        busy = seconds + wait * links_s
+        busy = seconds + _WAIT * links_s
         cost = np.where(busy[None] <= levels[:, None, None] * (1 + 1e-9), cost, np.inf)
         cost[..., 0] = np.inf
         return cost
