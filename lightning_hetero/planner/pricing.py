@@ -117,7 +117,7 @@ class Pricing:
         if not len(self.levels):
             return None
         level_s = float(self.levels[-1])
-        degrees: FloatArray = 1e3 * self.stages.degrees
+        degrees = np.array(1e3 * self.stages.degrees, dtype=np.float64)
         nothing = Duals(rows=np.zeros(len(self.stages.rows)))
         found = self._price(np.array([level_s]), level_s, nothing, degrees)
         return found[0] if found else None
