@@ -5,7 +5,8 @@ them are worse, and then next to the best one; for the second order of placement
 by room, only where that makes a difference for the best number.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -138,7 +139,7 @@ class FastestPlans:
                 if seconds <= times[best] * _NEAR:
                     self._solve(Ownership(number), far)
         if self.judge.cost.layout.is_owned_by_room:
-            self._follow_room(times, [number for number in numbers if number >= best])
+            self._follow_room(times, numbers[max(0, bisect_left(numbers, best) - 1) :])
         return min(master.time_s for master in self.solved.values())
 
     def _follow_room(self, times: Mapping[int, float], numbers: Sequence[int]) -> None:
@@ -225,25 +226,16 @@ class FastestPlans:
     def _candidate(self, master: Master, mix: Mix, order: MappingOrder) -> Candidate | None:
         """Return a mix on nodes; where they can't hold it, with narrower stages."""
         columns = [column for column, number in mix.columns for _ in range(number)]
-        kinds, counts = self.any_stages.class_of_node, self.any_stages.counts
-        arrangement = place([column.options for column in columns], kinds, counts, order)
+        nodes = self.any_stages.class_of_node, self.any_stages.counts
+        arrangement = place([column.options for column in columns], *nodes, order)
         for _ in range(_NARROWED):
-            if arrangement is not None:
-                break
-            narrow = sorted(self._narrower(master, columns), key=lambda pair: pair[0])
-            if not narrow:
-                return None
-            placed = (
-                (place([c.options for c in row], kinds, counts, order), row) for _, row in narrow
-            )
-            fitting = ((found, row) for found, row in placed if found is not None)
-            arrangement, columns = next(fitting, (None, narrow[0][1]))
+            if arrangement is None:
+                columns = self._narrowed(master, columns)
+                arrangement = place([column.options for column in columns], *nodes, order)
         if arrangement is None:
             return None
-        columns = [
-            column._replace(inside=share_nodes(stages))
-            for column, stages in zip(columns, arrangement, strict=True)
-        ]
+        pairs = zip(columns, arrangement, strict=True)
+        columns = [column._replace(inside=share_nodes(stages)) for column, stages in pairs]
         rates = [master.times[column.size].rate(column) for column in columns]
         known = [rate for rate in rates if rate is not None]
         sizes = [column.size for column in columns]
@@ -254,25 +246,26 @@ class FastestPlans:
         rows = zip(arrangement, columns, dealt, strict=True)
         return tuple([Pipeline(stages, c.layers, c.size, count) for stages, c, count in rows])
 
-    def _narrower(
-        self, master: Master, columns: list[Column]
-    ) -> Iterator[tuple[float, list[Column]]]:
-        """Yield columns of which one has a stage of the next lower degree, and a slope to rank."""
-        degrees = self.task.tp_degrees
+    def _narrowed(self, master: Master, columns: list[Column]) -> list[Column]:
+        """Return columns of which a stage has the next lower degree, the one that loses least."""
+        found = []
         for column in dict.fromkeys(columns):
-            times, index = master.times[column.size], columns.index(column)
+            times = master.times[column.size]
+            before = times.rate(column)
+            assert before is not None, "columns of a mix fit"
             for stage, (kind, degree) in enumerate(column.options):
-                lower = max((d for d in degrees if d < degree), default=0)
-                options = list(column.options)
-                options[stage] = Option(kind, lower)
-                layers = times.balance(tuple(options)) if lower else None
-                item = column._replace(options=tuple(options), layers=layers or ())
-                rate = times.rate(item) if layers else None
+                lower = max((d for d in self.task.tp_degrees if d < degree), default=degree)
+                narrow = Option(kind, lower)
+                options = (*column.options[:stage], narrow, *column.options[stage + 1 :])
+                layers = times.balance(options)
+                item = column._replace(options=options, layers=layers or ())
+                rate = times.rate(item) if layers and lower < degree else None
                 if rate is not None:
-                    lost = rate.slope_s / (
-                        before.slope_s if (before := times.rate(column)) else 1.0
-                    )
-                    yield lost, [*columns[:index], item, *columns[index + 1 :]]
+                    found.append((rate.slope_s / before.slope_s, columns.index(column), item))
+        if not found:
+            return columns
+        _, index, item = min(found)
+        return [*columns[:index], item, *columns[index + 1 :]]
 
     def _candidate_of(self, start: ParallelPlan) -> Candidate | None:
         """Return the plan that runs as a candidate; None if these nodes can't run it."""

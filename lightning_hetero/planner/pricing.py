@@ -30,7 +30,7 @@ __all__ = ["Duals", "Pricing", "even_options"]
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of stages of the even pipelines on one class of nodes in the first pool."""
 
-_LEVELS = 16
+_LEVELS = 64
 """How many levels of the bottleneck are priced at once."""
 _OF_LENGTH = 3
 """How many pipelines of each number of stages are added to the first pool."""
