@@ -16,7 +16,7 @@ from lightning_hetero.checkpoint.content import (
     SliceNeed,
 )
 from lightning_hetero.checkpoint.fetching import Recovered, RecoveryReport
-from lightning_hetero.checkpoint.from_files import begin_run, recover
+from lightning_hetero.checkpoint.from_files import Recovery
 from lightning_hetero.checkpoint.inspection import export_checkpoint
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.notices import (
@@ -54,6 +54,7 @@ __all__ = [
     "Peers",
     "PreemptionNotice",
     "Recovered",
+    "Recovery",
     "RecoveryReport",
     "RestoredSlice",
     "RetryingStore",
@@ -66,8 +67,6 @@ __all__ = [
     "Tier",
     "TierKind",
     "WriterOptions",
-    "begin_run",
     "export_checkpoint",
     "open_store",
-    "recover",
 ]

@@ -1,13 +1,13 @@
 """Find the bytes of a checkpoint that make up the slices a rank needs, and assemble them.
 
-A rank needs rows [start, stop) of parameters, whatever the plan, the world size, the ownership and
+A rank needs rows of parameters, whatever the plan, the world size, the ownership and
 the tensor-parallel degree. The parts of a checkpoint have rows of parameters, too, and what a rank
 needs of a part is the overlap (AutoHet §IV-B.2, Figure 6). Example: a rank needs rows 0 to 5; part
 0 has rows 0 to 3, part 1 rows 4 to 7: it reads all rows of part 0, and rows 4 and 5 of part 1.
 
-Stored tensors have their cut dim first, so an overlap is one byte range. A reader that cuts along
-another dim than the writer reads all rows and cuts them itself. Tensors are filled chunk by chunk,
-in any order.
+Stored tensors have their cut dim first, so an overlap is one range of bytes. If the reader cuts
+along another dim than the writer did, it reads all rows and cuts them itself. Tensors are filled
+chunk by chunk, in any order.
 """
 
 import io
@@ -132,7 +132,10 @@ class Assembly:
         """Return the slices, the shared metadata and the rank's own, after all was delivered."""
         slices = []
         for need, views, scalars in self._slices:
-            tensors = {key: view.contiguous() for key, view in views.items()}
+            tensors = {
+                key: _rows_of(view, need) if is_to_be_cut else view.contiguous()
+                for key, (view, is_to_be_cut) in views.items()
+            }
             if WEIGHT not in tensors:
                 raise CheckpointError(
                     f"The checkpoint has state but no weights of {need.parameter}. Delete it, and "
@@ -152,8 +155,8 @@ class Assembly:
 
     def _plan(
         self, need: SliceNeed, slices: Sequence[tuple[int, SliceEntry]]
-    ) -> tuple[dict[str, torch.Tensor], Mapping[str, Scalar]]:
-        """Return views of the buffers of a slice's tensors, by key, and its plain state."""
+    ) -> tuple[dict[str, tuple[torch.Tensor, bool]], Mapping[str, Scalar]]:
+        """Return views of buffers by key, each with whether rows are cut out of it; plain state."""
         if not slices:
             raise CheckpointError(
                 f"The checkpoint has no parameter {need.parameter}. It was saved from another "
@@ -168,8 +171,12 @@ class Assembly:
         ordered = sorted(slices, key=lambda pair: (pair[1].start, pair[0]))
         dim = ordered[0][1].dim
         is_same_dim = dim == need.dim
-        rows = (need.start, need.stop) if is_same_dim else (0, num_rows(need.shape, dim))
-        found = [pair for pair in ordered if pair[1].start < rows[1] and pair[1].stop > rows[0]]
+        rows = need.rows if is_same_dim else ((0, num_rows(need.shape, dim)),)
+        found = [
+            pair
+            for pair in ordered
+            if any(pair[1].start < stop and pair[1].stop > start for start, stop in rows)
+        ]
         keys = dict.fromkeys(tensor.key for _, entry in found for tensor in entry.tensors)
         found.sort(key=lambda pair: pair[0] != self._own_part)
         views = {}
@@ -181,45 +188,42 @@ class Assembly:
                     "have one dtype."
                 )
             if stored and not stored[0][2].by_rows:
-                views[key] = self._whole_tensor(need, key, stored)
-                continue
-            view = self._cover(need, key, stored, rows)
-            if view.ndim:
-                view = view.movedim(0, dim)
-                rest = () if is_same_dim else (need.dim, need.start, need.stop - need.start)
-                view = view.narrow(*rest) if rest else view
-            views[key] = view
+                views[key] = self._whole_tensor(need, key, stored), False
+            else:
+                view = self._cover(need, key, stored, rows)
+                views[key] = view.movedim(0, dim) if view.ndim else view, not is_same_dim
         return views, found[0][1].scalars
 
     def _cover(
-        self, need: SliceNeed, key: str, stored: _Stored, rows: tuple[int, int]
+        self, need: SliceNeed, key: str, stored: _Stored, rows: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
         """Return rows in order: of the own part, else of the slice that reaches furthest."""
-        position, stop = rows
         pieces = []
-        while position < stop:
-            having = [item for item in stored if item[1].start <= position < item[1].stop]
-            if not having:
-                raise CheckpointError(
-                    f"Nobody has rows {position} and on of {need.parameter}/{key} "
-                    f"{need.shape}; rows [{rows[0]}, {stop}) are needed."
+        for start, stop in rows:
+            position = start
+            while position < stop:
+                having = [item for item in stored if item[1].start <= position < item[1].stop]
+                if not having:
+                    raise CheckpointError(
+                        f"Nobody has rows {position} and on of {need.parameter}/{key} "
+                        f"{need.shape}; rows [{start}, {stop}) are needed."
+                    )
+                part, entry, tensor = max(
+                    having, key=lambda item: (item[0] == self._own_part, item[1].stop, -item[0])
                 )
-            part, entry, tensor = max(
-                having, key=lambda item: (item[0] == self._own_part, item[1].stop, -item[0])
-            )
-            row_bytes = (tensor.end - tensor.begin) // (entry.stop - entry.start)
-            until = min(stop, entry.stop)
-            begin = tensor.begin + (position - entry.start) * row_bytes
-            pieces.append(
-                FileRange(part, tensor.file, begin, begin + (until - position) * row_bytes)
-            )
-            position = until
+                row_bytes = (tensor.end - tensor.begin) // (entry.stop - entry.start)
+                until = min(stop, entry.stop)
+                begin, end = (
+                    tensor.begin + (row - entry.start) * row_bytes for row in (position, until)
+                )
+                pieces.append(FileRange(part, tensor.file, begin, end))
+                position = until
         if not pieces:
             raise CheckpointError(
-                f"Rows [{rows[0]}, {stop}) of {need.parameter} are none at all. Ask for one or "
-                "more."
+                f"Rows {list(rows)} of {need.parameter} are none at all. Ask for one or more."
             )
-        shape = (stop - rows[0], *tensor.shape[1:]) if tensor.shape else ()
+        num = sum(stop - start for start, stop in rows)
+        shape = (num, *tensor.shape[1:]) if tensor.shape else ()
         return self._buffer(pieces).view(SAFETENSORS_DTYPES[tensor.dtype]).reshape(shape)
 
     def _whole_tensor(self, need: SliceNeed, key: str, stored: _Stored) -> torch.Tensor:
@@ -231,7 +235,7 @@ class Assembly:
         cuts = sorted({(entry.start, entry.stop) for _, entry, _ in stored})
         raise CheckpointError(
             f"Optimizer state {key!r} of {need.parameter} was saved for rows {cuts} and "
-            f"can't be cut into rows [{need.start}, {need.stop}). Use ownership='parameter' for "
+            f"can't be cut into rows {list(need.rows)}. Use ownership='parameter' for "
             "optimizers whose state isn't element by element, or the plan that saved it."
         )
 
@@ -248,6 +252,11 @@ class Assembly:
     def _whole_file(self, part: int, name: str) -> torch.Tensor:
         size = self._manifests[part].file(name).size_bytes
         return self._buffer([FileRange(part, name, 0, size)])
+
+
+def _rows_of(view: torch.Tensor, need: SliceNeed) -> torch.Tensor:
+    pieces = [view.narrow(need.dim, start, stop - start) for start, stop in need.rows]
+    return torch.cat(pieces, need.dim) if len(pieces) > 1 else pieces[0].contiguous()
 
 
 def _load(buffer: torch.Tensor) -> Mapping[str, Any]:

@@ -1,15 +1,15 @@
-"""Bring a checkpoint of all ranks into all tiers, on threads beside training.
+"""Bring a checkpoint of all ranks to all tiers, on threads beside training.
 
-There are two lanes. The *local* one writes parts into the nodes' own tiers, copies them to other
-nodes, and confirms or deletes checkpoints. The *upload* lane copies parts from there to the remote
-tier. In each lane all ranks do the same work at the same time, and tell each other how it went
-(`Peers.do`), so that all decide alike. While an upload runs, later checkpoints stay local, and only
-the newest of them is uploaded afterwards.
+There are two *lanes*, each a thread on every rank. The local lane writes parts to the nodes' own
+tiers, copies them to other nodes, and confirms or deletes checkpoints. The upload lane copies parts
+from there to the remote tier. In each lane all ranks do the same work at the same time and exchange
+its results (`Peers.do`), so that all decide the same. While an upload runs, later checkpoints stay
+local, and only the newest of them is uploaded afterwards.
 
-A rank whose storage fails or hangs says so in its status and goes on; the next checkpoint may
-succeed. But if neither a disk nor a store takes a checkpoint for long, the next fault would lose
-everything that was trained meanwhile. So that is an error. Only the loss of a rank ends the
-lanes; from then on each rank measures by its own clock how long ago a lasting tier took a
+If a rank's storage fails or hangs, the rank reports it in its status and goes on; the next
+checkpoint may succeed. But if neither a disk nor a store accepts a checkpoint for long, the next
+fault would lose everything that was trained meanwhile; so that is an error. Only the loss of a rank
+ends the lanes; from then on each rank measures by its own clock how long ago a lasting tier took a
 checkpoint.
 """
 
@@ -54,7 +54,7 @@ class WriterOptions:
     """How checkpoints are written."""
 
     replicas: int = 1
-    """Number of nodes that hold each part, the node of its rank included."""
+    """Number of nodes that have each part, the node of its rank included."""
     stall_s: float = 300.0
     """Seconds without progress after which a checkpoint no longer waits for storage."""
     lasting_within_s: float = 1800.0
@@ -82,7 +82,7 @@ class _Lasting:
     newest: CheckpointId | None = None
     """The newest checkpoint of which a lasting tier has all ranks' parts."""
     since_s: float | None = None
-    """Since when a checkpoint has been missing there; None if none is."""
+    """Since when a checkpoint has been missing in lasting tiers; None if none is."""
     reasons: "deque[str]" = field(default_factory=lambda: deque(maxlen=_NUM_REASONS))
     """The last failures since a lasting tier took a checkpoint."""
 
@@ -107,7 +107,7 @@ class _Lasting:
 
 
 class Committer:
-    """Brings one rank's parts into all tiers; one thread on each rank makes the same calls.
+    """Brings one rank's parts to all tiers; one thread on each rank makes the same calls.
 
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
@@ -124,9 +124,10 @@ class Committer:
         options: WriterOptions,
     ) -> None:
         self.progress = Progress()
-        """Ticks with every sign of progress of any rank, while one waits."""
+        """Ticks with every sign of progress of any rank that is waited for."""
         self.overdue: CheckpointError | None = None
-        """The error to raise, once no lasting tier has taken any checkpoint for too long."""
+        """The error to raise because no lasting tier has taken any checkpoint for too long; or
+        None."""
         self._options = options
         self._node_of_rank = node_of_rank
         self._rank = peers.global_rank
@@ -146,7 +147,8 @@ class Committer:
         self._whole: CheckpointId | None = None
         """The newest checkpoint of which the nodes' own tiers together have all parts."""
         self._sound: dict[TierKind, CheckpointId] = {}
-        """For each kind of tier the newest checkpoint of which all parts are in such tiers."""
+        """For each kind of tier the newest checkpoint of which tiers of this kind have all
+        parts."""
 
     @property
     def complete_steps(self) -> dict[str, int]:
@@ -158,13 +160,15 @@ class Committer:
         """Write one checkpoint; communicates.
 
         Raises:
-            CheckpointError: On all ranks, if the nodes' own tiers, or the remote one where there
-                are none, don't have all parts.
+            CheckpointError: On all ranks, if the nodes' own tiers don't have all parts (or the
+                remote tier, if there are no own tiers).
             PeerError: Another rank is gone.
         """
         self._lasting.begin(task.id)
         try:
             if self._lost_peer is not None:
+                if task.snapshot is not None:
+                    task.snapshot.release()
                 raise self._lost_peer
             self._write(task)
         except CheckpointError:
@@ -198,7 +202,7 @@ class Committer:
         why = " ".join(self._lasting.reasons)
         self._offer(part, task.uploaded, statuses)
         self._peers.do(partial(self._tidy, task.id), may_fail=True)
-        # By the clock of rank 0, so that all ranks judge alike.
+        # By the clock of rank 0, so that all ranks decide the same.
         self._judge(self._peers.gather(self._lasting.waited_s)[0])
         if not is_whole:
             error = CheckpointError(f"Not all parts of {task.id} were stored. {why}")
@@ -214,7 +218,7 @@ class Committer:
             content = task.snapshot.content
             return write_part(content, task.metadata, self._own, self._remote, progress)
         finally:
-            # A write that hangs keeps the memory until it ends.
+            # A write that hangs uses the memory until it ends.
             task.snapshot.release()
 
     def _describe(self, part: StoredPart) -> dict[str, Any]:
@@ -235,6 +239,8 @@ class Committer:
         replicas = self._options.replicas
         if replicas == 1 and not leaving:
             return True
+        if not any(status["has"] for status in statuses):
+            return True  # All parts are in the remote tier.
         if not all(status["has"] for status in statuses):
             return False
         targets = place_replicas(self._node_of_rank, replicas=replicas, leaving=leaving)
@@ -259,9 +265,9 @@ class Committer:
     def _tidy(self, newest: CheckpointId, progress: Progress) -> None:
         """Confirm a checkpoint in the node's own tiers, or delete incomplete ones there.
 
-        It is confirmed if all parts are in tiers of one kind. Else checkpoints of this start are
-        deleted that tiers of this kind have in part only, unless the own tiers of all kinds
-        together have all parts. Failures are logged: the next save deletes what is left.
+        It is confirmed if tiers of one kind have all parts. Otherwise those checkpoints of this
+        start are deleted of which tiers of this kind have only some parts, unless the own tiers of
+        all kinds together have all. Failures are logged: the next save deletes what is left.
         """
         deferred = [] if self._deferred is None else [self._deferred[0].manifest.id]
         busy = {newest, *self._uploading, *deferred}
@@ -316,7 +322,7 @@ class Committer:
             self.upload_deferred()
 
     def upload_deferred(self) -> None:
-        """Upload the part that was kept for later, if there is one; all ranks call it."""
+        """Upload the part that was kept for later, if any; all ranks call it."""
         deferred, self._deferred = self._deferred, None
         if deferred is not None:
             self._uploading.append(deferred[0].manifest.id)
@@ -324,36 +330,42 @@ class Committer:
 
     def _upload(self, part: StoredPart, uploaded: "Future[bool]") -> None:
         """Upload one checkpoint; rank 0 confirms it once all ranks have uploaded their parts."""
-        assert self._remote is not None
-        remote, id_, failure = self._remote, part.manifest.id, None
-
-        def copy(progress: Progress) -> None:
-            if not part.stores:
-                raise CheckpointError(" ".join(part.errors))
-            if TierKind.REMOTE not in part.stores:
-                copy_part(next(iter(part.stores.values())), remote.store, part.manifest, progress)
-
+        id_ = part.manifest.id
         try:
-            self._uploaders.do(copy)
+            if self._lost_peer is not None:
+                raise self._lost_peer
+            self._uploaders.do(partial(self._copy_to_remote, part))
             self._lasting.reach(id_)
             self._sound[TierKind.REMOTE] = id_
+            self._uploaders.do(partial(self._confirm_remote, id_), may_fail=True)
         except Exception as error:
-            failure = error
-            text = f"{id_} wasn't uploaded to {remote}: {error}"
+            if not isinstance(error, CheckpointError):
+                self._lost_peer = error
+            text = f"{id_} wasn't uploaded to {self._remote}: {error}"
             self._lasting.note(text)
             _log.warning("%s", text)
-        if failure is None and self._rank == 0:
+            self._uploading.remove(id_)
+            uploaded.set_exception(error)
+        else:
+            # First, because others that wait for the result look at which upload is running.
+            self._uploading.remove(id_)
+            uploaded.set_result(True)
+
+    def _copy_to_remote(self, part: StoredPart, progress: Progress) -> None:
+        assert self._remote is not None
+        if not part.stores:
+            raise CheckpointError(" ".join(part.errors))
+        if TierKind.REMOTE not in part.stores:
+            source = next(iter(part.stores.values()))
+            copy_part(source, self._remote.store, part.manifest, progress)
+
+    def _confirm_remote(self, checkpoint: CheckpointId, _: Progress) -> None:
+        if self._rank == 0 and self._remote is not None:
             try:
-                confirm(remote, id_)
+                confirm(self._remote, checkpoint)
             except Exception as error:
                 # The client libraries of remote stores raise their own types.
-                _log.warning("Couldn't tidy up %s: %s", remote, error)
-        # First, because others that wait for the result look at which upload runs.
-        self._uploading.remove(id_)
-        if failure is None:
-            uploaded.set_result(True)
-        else:
-            uploaded.set_exception(failure)
+                _log.warning("Couldn't tidy up %s: %s", self._remote, error)
 
     # -- end ------------------------------------------------------------------------------------
 
@@ -369,7 +381,7 @@ class Committer:
         return not any("error" in status for status in statuses) and bool(_sound_kinds(statuses))
 
     def end(self) -> None:
-        """End the threads once they have finished their work; doesn't wait."""
+        """Stop the threads after the work that they have been given; doesn't wait for them."""
         self._uploads.finish()
 
     def _look_again(self, _: Progress) -> dict[str, Any]:
@@ -396,7 +408,7 @@ def _errors_in(statuses: _Statuses) -> list[str]:
 
 
 def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
-    """Return the kinds of tiers that have the parts of all ranks with such a tier."""
+    """Return the kinds of tiers that have the parts of all ranks that have such a tier."""
     kinds = {TierKind(kind) for status in statuses for kind in status["has"]}
     return sorted(
         kind
@@ -410,10 +422,11 @@ def place_replicas(
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the ranks of other nodes that keep a copy of its part.
 
-    Each node gives its parts to the nodes that follow it in a ring. So if two nodes are lost at
-    once, parts are lost only if the two are neighbours; if copies were spread over all nodes, any
-    two nodes would do. Nodes that are `leaving` get no copies, and their own parts get at least
-    one. There are fewer copies if there are too few nodes.
+    Nodes form a ring, and each node gives its parts to the nodes that follow it. So if two nodes
+    are lost at once, parts are lost only if the two are neighbours in the ring; if copies were
+    spread over all nodes, the loss of any two nodes would lose some. Nodes that are `leaving` get
+    no copies, and their own parts get at least one. There are fewer copies if there are too few
+    nodes.
 
     Args:
         node_of_rank: Name of each rank's node.

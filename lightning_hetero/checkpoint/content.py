@@ -1,7 +1,7 @@
-"""The state that one rank saves, asks for and gets back.
+"""The state that one rank saves, requests and gets back.
 
 A rank saves the slices that it owns (see `exchange.slices`), each with its optimizer state. After a
-restart it asks for the slices that it owns then, under whatever plan and world size there is.
+restart it requests the slices that it owns then, under any plan and world size.
 """
 
 import math
@@ -35,7 +35,7 @@ class SliceContent:
     """One owned slice of a parameter with its optimizer state.
 
     Raises:
-        CheckpointError: Optimizer state has a name that is taken.
+        CheckpointError: Two parts of the optimizer state have the same name.
     """
 
     parameter: str
@@ -53,7 +53,7 @@ class SliceContent:
     weight: torch.Tensor
     """The master copy of the slice, on any device."""
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Optimizer state; tensors of the slice's shape may be cut anew, others may not."""
+    """Optimizer state; tensors of the slice's shape may be cut, others may not."""
     whole_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Optimizer state that must never be cut, even if it has the slice's shape."""
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
@@ -70,6 +70,17 @@ class SliceContent:
     def tensors(self) -> dict[str, torch.Tensor]:
         """All its tensors by key: the weight first."""
         return {WEIGHT: self.weight, **self.state, **self.whole_state}
+
+    def is_by_rows(self, key: str) -> bool:
+        """Whether a tensor may be cut into other rows; if not, it is only taken whole."""
+        shape = self.tensors[key].shape
+        # A parameter without dims is one row; state without dims is a count that slices share.
+        is_cut = shape == self.slice_shape and (key == WEIGHT or len(shape) > 0)
+        return is_cut and key not in self.whole_state
+
+    def first_dim(self, key: str) -> int:
+        """Return which dim of a tensor comes first in files."""
+        return self.dim if self.shape and self.is_by_rows(key) else 0
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SliceContent":
         """Return the slice with other tensors, such as copies; in the order of `tensors`."""
@@ -163,24 +174,23 @@ def optimizer_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class SliceNeed:
-    """Rows [start, stop) of a parameter along `dim`, with their optimizer state."""
+    """Rows of a parameter along `dim`, with their optimizer state."""
 
     parameter: str
     shape: tuple[int, ...]
-    """Shape of the whole parameter in the model that asks."""
+    """Shape of the whole parameter in the model that requests it."""
     dim: int
-    start: int
-    stop: int
+    rows: tuple[tuple[int, int], ...]
+    """One or more intervals [start, stop)."""
     is_optional: bool = False
     """Whether a checkpoint may lack the parameter, as it lacks frozen weights without owners."""
 
     def is_just(self, dim: int, start: int, stop: int) -> bool:
         """Whether exactly these rows are needed; a whole parameter is the same along any dim."""
-        own = self.dim, self.start, self.stop
-        return own == (dim, start, stop) or all(
-            (first, last) == (0, num_rows(self.shape, along))
-            for along, first, last in (own, (dim, start, stop))
-        )
+        if (self.dim, self.rows) == (dim, ((start, stop),)):
+            return True
+        own, other = num_rows(self.shape, self.dim), num_rows(self.shape, dim)
+        return self.rows == ((0, own),) and (start, stop) == (0, other)
 
 
 def num_rows(shape: Sequence[int], dim: int) -> int:
@@ -189,17 +199,17 @@ def num_rows(shape: Sequence[int], dim: int) -> int:
 
 
 def refuse_nonfinite(slices: Sequence[SliceContent | RestoredSlice], where: str) -> None:
-    """Raise CheckpointError if a tensor holds a NaN, or a weight that trains something infinite.
+    """Raise CheckpointError if a tensor has a NaN, or a weight that trains has an infinity.
 
-    A mask that never trains may be infinite, and so may what an optimizer keeps.
+    A mask that never trains may be infinite, and so may optimizer state.
 
     Args:
-        slices: What to look at.
+        slices: The slices to check.
         where: The end of the error's first sentence.
     """
     for item in slices:
         for key, tensor in item.tensors.items():
-            # float8 has no bounds; those of other dtypes are NaN if anything is.
+            # `aminmax` doesn't support float8; for other dtypes it returns NaN if any value is.
             if tensor.numel() and tensor.is_floating_point() and tensor.element_size() > 1:
                 low, high = (float(bound) for bound in torch.aminmax(tensor))
                 is_trained = key == WEIGHT and len(item.tensors) > 1

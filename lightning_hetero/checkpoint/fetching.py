@@ -1,12 +1,12 @@
-"""Take a state: every rank gets the bytes that it needs, each from its cheapest source.
+"""Recover a state: every rank reads the bytes that it needs, each from its cheapest source.
 
 A source is the memory or disk of the rank's own node, of another node, or the remote store (AutoHet
-§IV-C). Each rank decides by itself from where it reads. If several places cost the same, ranks and
-chunks use them in turn. The checksum of every block is compared before the block is used. A place
-that fails isn't used again for that file, and the next one is tried.
+§IV-C). Each rank decides alone from where it reads. Among places of equal cost, ranks and chunks
+take turns. The checksum of every block is compared before the block is used. If a place fails, it
+isn't used again for that file, and the next place is tried.
 
-Each needed byte is read once, at the bandwidth of its source, and all sources are read at once.
-Either all ranks go on from the state, or none.
+Each needed byte is read once, from all sources at the same time. Either all ranks go on from the
+state, or none does.
 """
 
 import logging
@@ -52,7 +52,7 @@ class RecoveryReport:
     failures: tuple[str, ...]
     """Sources that failed, and why."""
     attempt: int
-    """Attempt number for the checkpoints that this run saves."""
+    """Number of the next attempt: each start of the run saves its checkpoints under its own."""
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that couldn't be used, and why."""
 
@@ -80,7 +80,7 @@ class Recovered:
     plan: ParallelPlan | None
     """The plan under which it was saved."""
     slices: tuple[RestoredSlice, ...]
-    """The needed slices, in the order of the needs."""
+    """The slices that were asked for, in the same order."""
     metadata: Mapping[str, Any]
     """Rank 0's shared metadata."""
     rank_metadata: Mapping[str, Any] | None
@@ -90,30 +90,29 @@ class Recovered:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of one state, and how a rank reaches them."""
+    """The parts of one state, and how this rank reaches them."""
 
     manifests: Mapping[int, PartManifest]
     """The manifests of all parts."""
     locations: Mapping[tuple[int, str], Sequence[Location]]
-    """Which places hold each (part, file)."""
+    """Which places have each (part, file)."""
     own_part: int | None
-    """The part that this rank itself saved, or holds; None if it has none."""
+    """The part that this rank itself saved, or has in memory; None if it has none."""
     node: str
     """Name of this rank's node, by which its own places are known."""
     reach: Callable[[Location], Readable | None]
     """Returns what to read a location's files from; None if this rank can't reach it."""
     attempt: int
-    """Attempt number for the checkpoints that are saved next."""
+    """Number of the next attempt, see `RecoveryReport`."""
 
 
 def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
-    """Return what this rank needs; on all ranks, the reason if any rank can't have all it needs.
+    """Return what this rank needs; or, if any rank can't get all it needs, the reason, on all.
 
     Every rank calls it. Communicates.
 
     Raises:
-        CheckpointError: The model or its optimizer isn't the one whose state this is; all ranks
-            raise it.
+        CheckpointError: The state is that of another model or optimizer; all ranks raise it.
         PeerError: Another rank is gone.
     """
     assembly, refusal = None, ""
@@ -136,7 +135,7 @@ class Fetcher:
 
     Args:
         parts: The state's parts.
-        turn: This rank's number, with which the turns begin.
+        turn: This rank's number; ranks with different numbers begin at different places.
     """
 
     def __init__(self, parts: Parts, *, turn: int) -> None:

@@ -1,12 +1,11 @@
 """Copy a step's state to host memory while training goes on.
 
-The owned slices change only in the optimizer step. So they can be copied while the next iteration's
-forward and backward run; code that is about to change them first waits for the copy
-(`Snapshot.wait`). On CUDA the copies go into pinned memory on a stream of their own; on the CPU a
-thread makes them. The memory on the host is allocated once and reused.
+Slices change only in the optimizer step. So they can be copied while the next iteration's forward
+and backward run; code that is about to change them first waits for the copy (`Snapshot.wait`). On
+CUDA the copies go into pinned memory on a stream of their own; on the CPU a thread makes them. The
+host memory is allocated once and reused.
 
-Each byte is read once and written once, at the bandwidth of the memory or of PCIe. From the second
-snapshot on, nothing is allocated.
+Each byte is read once and written once, at the bandwidth of memory or PCIe.
 """
 
 import threading
@@ -34,7 +33,7 @@ class Snapshot:
     _free: threading.Semaphore
 
     def wait(self) -> None:
-        """Wait until the originals may change; raise the error of the copy if it failed.
+        """Wait until the originals may change; raise the copy's error if it failed.
 
         Raises:
             TimeoutError: The device doesn't answer.
@@ -44,7 +43,7 @@ class Snapshot:
         self._future.result()
 
     def release(self) -> None:
-        """Release the memory for the next snapshot; the copies mustn't be used any more."""
+        """Free the memory for the next snapshot; the copies mustn't be used any more."""
         self._free.release()
 
 
@@ -66,17 +65,19 @@ class HostBuffer:
         """Start a snapshot.
 
         Raises:
-            TimeoutError: Storage still reads the memory of the earlier one.
+            TimeoutError: A hanging write still reads the memory of the previous snapshot.
         """
         if not self._free.acquire(blocking=False):
             raise TimeoutError("The last checkpoint hasn't been written yet.")
         try:
+            # In the layout of files, which are written from this memory.
+            dims = [item.first_dim(key) for item in content.slices for key in item.tensors]
             tensors = [t.detach() for item in content.slices for t in item.tensors.values()]
-            future = self._start(tensors)
+            future = self._start([t.movedim(dim, 0) for t, dim in zip(tensors, dims, strict=True)])
         except BaseException:
             self._free.release()
             raise
-        copies = iter(self._copies)
+        copies = (copy.movedim(0, dim) for copy, dim in zip(self._copies, dims, strict=True))
         slices = tuple(item.map(lambda _: next(copies)) for item in content.slices)
         return Snapshot(
             content=replace(content, slices=slices),
@@ -86,7 +87,7 @@ class HostBuffer:
         )
 
     def close(self) -> None:
-        """End the copying thread once it is done; doesn't wait."""
+        """End the copying thread after its work; doesn't wait for it."""
         self._copier.finish()
 
     def _start(self, tensors: Sequence[torch.Tensor]) -> "Future[None]":
@@ -101,7 +102,7 @@ class HostBuffer:
         device = next(tensor.device for tensor in tensors if tensor.is_cuda)
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Behind the work that is queued already.
+        # After the work that is queued already.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             _copy(tensors, self._copies)

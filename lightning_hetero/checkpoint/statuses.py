@@ -1,16 +1,17 @@
 """Exchange statuses between ranks that save or recover together, as keys of a store.
 
 A rank that has finished its work sets its key. Rank 0 collects the keys of all ranks and sets one
-key with all of them. So nobody waits in a collective. A rank with slow storage sets its key later,
-and increases a common counter as long as its work makes progress. A wait ends with an error when
+key that contains all. So no rank waits in a collective. A rank with slow storage sets its key
+later, and increases a common counter as long as its work makes progress. A wait ends with an error
+when
 
 - the counter hasn't changed for too long,
-- the run's other failure detection says that a rank is gone, or
+- the run's failure detection reports that a rank is gone, or
 - the process of a rank has ended. A wait for keys doesn't notice this, since no connection breaks.
-  So each rank that waits checks once a second whether the next rank's server takes connections.
+  So each rank that waits checks once a second whether the next rank's server accepts connections.
 
-Keys are used again and again, so the store doesn't grow. Bytes of files don't travel through the
-store but from rank to rank (`serving`).
+Keys are reused, so the store doesn't grow. The bytes of files don't travel through the store but
+directly between ranks (`serving`).
 """
 
 import copy
@@ -39,14 +40,16 @@ _T = TypeVar("_T")
 class Peers:
     """One rank's view of all ranks; all of them make the same calls in the same order.
 
+    ::
+
         peers = Peers(store, global_rank=rank, world_size=4)
         peers.gather({"step": 7})  # what each rank gave, by rank
         peers.do(lambda progress: read_slowly(progress))
 
-    One thread at a time may use it; `branch` makes another one for another thread.
+    Only one thread at a time may use it; `branch` makes another one for another thread.
 
     Args:
-        keys: The store; not needed by a single rank.
+        keys: The run's key-value store; a single rank needs none.
         global_rank: This rank.
         world_size: Number of ranks.
         timeout_s: How long to wait for work that makes no progress.

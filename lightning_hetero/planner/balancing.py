@@ -6,11 +6,11 @@ With n_i layers on stage i, the programme is
     subject to  Σ_i n_i = num_layers, n_i ≥ 1,
                 memory_i(n_i) ≤ capacity_i.
 
-time_i is the seconds of a micro-batch's forward and backward on stage i, embedding and head
-included (the paper prints the fraction l_i/g_i upside down); memory_i counts the micro-batches that
-the stage holds at once. More layers take longer, so to give each next layer to the stage that then
-takes least has the least maximum. Among stages that take no longer than that, to give each to the
-stage to which it adds least has the least sum, unless a layer adds less than the one before it.
+time_i is the seconds of a micro-batch's forward and backward on stage i, including embedding and
+head (the paper prints the fraction l_i/g_i upside down); memory_i includes all micro-batches that
+the stage holds at once. Because more layers take longer, giving each next layer to the stage that
+then takes least minimises the maximum. Among stages that take no longer than that, giving each to
+the stage to which it adds least minimises the sum, unless a layer adds less than the one before it.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def balance_layers(
     more = num_layers - len(times_s)
     if more < 0:
         return None
-    # Noise of a profile must not make a layer cost less than nothing.
+    # A profile's noise must not give a layer negative seconds.
     tables = np.maximum.accumulate(np.array(times_s, dtype=np.float64)[:, 1:], axis=1)
     taken = _least(tables[:, 1:], more)
     slowest = tables[np.arange(len(tables)), taken].max()

@@ -1,9 +1,9 @@
-"""A column: one composition of a pipeline, its seconds and what it takes.
+"""A column: one composition of a pipeline, its seconds, and what it needs.
 
-With K micro-batches a pipeline ends at about f + K·t: t is the slowest cycle of stages and links
-(`steady_round_s`), f all the rest: the first micro-batch's way through the stages, the first pull,
-the last push and the optimizer step. Both depend on the number D of pipelines, since each rank
-exchanges (D - 1)/D of what it holds, and on what placement keeps on a node.
+With K micro-batches a pipeline ends at about f + K·t. The bottleneck t is the slowest cycle of
+stages and links (`steady_round_s`). The fill f is all the rest: the first micro-batch's way through
+the stages, the first pull, the last push and the optimizer step. Both depend on the number D of
+pipelines, since each rank exchanges (D - 1)/D of what it holds, and on what is placed on one node.
 """
 
 import itertools
@@ -25,7 +25,7 @@ from lightning_hetero.planner.stages import ENDS, Ownership, Stages
 __all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate"]
 
 FEW_MICROBATCHES = 4
-"""Micro-batches of a pipeline up to which each of them is timed."""
+"""Number of micro-batches of a pipeline up to which each of them is timed."""
 
 
 class Column(NamedTuple):
@@ -38,15 +38,15 @@ class Column(NamedTuple):
     size: int = 1
     """Sequences of a micro-batch."""
     inside: tuple[bool, ...] | None = None
-    """Whether each two stages share a node; None until they are placed."""
+    """For each two consecutive stages whether they share a node; None until they are placed."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rate(Pace):
-    """Seconds and needs of a column."""
+    """The seconds and needs of a column."""
 
     uses: FloatArray
-    """[rows] what it takes of the nodes."""
+    """[rows] how much of each row of the nodes it uses."""
     room: float
     """Parameters that it has room to own; 0 if holders own."""
     is_recomputing: bool
@@ -54,14 +54,14 @@ class Rate(Pace):
 
 
 class _Places(NamedTuple):
-    """What stages' seconds depend on beside their layers, as arrays of one shape."""
+    """What the seconds of stages depend on besides their layers, as arrays of one shape."""
 
     end: IntArray
     """Indices of `ENDS`."""
     option: IntArray
     """Indices of options."""
     position: IntArray
-    """Stages that follow."""
+    """Number of stages that follow."""
     latency_s: FloatArray
     """Latency of an exchange with other pipelines."""
     byte_s: FloatArray
@@ -133,10 +133,10 @@ class ColumnTimes:
     def ends_s(
         self, columns: Sequence[Column], splits: Sequence[IntArray], count: int
     ) -> list[FloatArray]:
-        """Return when columns with equally many stages end; infinite where layers don't fit.
+        """Return when columns with equally many stages end; infinite if layers don't fit.
 
         Args:
-            columns: Columns, whose own layers don't count.
+            columns: Columns, whose own layers are ignored.
             splits: [splits, stages] layers that are tried for each.
             count: Micro-batches of every pipeline.
         """
@@ -211,7 +211,7 @@ class ColumnTimes:
         )
 
     def _uses(self, options: tuple[Option, ...]) -> FloatArray:
-        """Return [rows] what stages take of the nodes."""
+        """Return [rows] how much of each row of the nodes stages use."""
         found: FloatArray = self.stages.uses[self._places(options).option].sum(axis=0)
         return found
 
@@ -229,7 +229,7 @@ class ColumnTimes:
         size = max(stages.counts_of_class[option.node_class])
         inside = size // option.tp_degree
         if in_pipeline:
-            # Other pipelines of the mix may be longer, so a node holds its share of all at most.
+            # Other pipelines of the mix may be longer, so a node has at most its share of all.
             share = num * size / sum(stages.devices.values())
             inside = min(size // in_pipeline, max(1, round(share)))
         is_lone = sum(map(bool, stages.counts)) == 1
@@ -254,9 +254,9 @@ class ColumnTimes:
         return found
 
     def _hops_s(self, options: tuple[Option, ...], placed: tuple[bool, ...] | None) -> FloatArray:
-        """Return [2, stages - 1] seconds of all messages of a pipeline, there and back.
+        """Return [2, stages - 1] seconds of all messages of a pipeline, forward and back.
 
-        Stages that aren't placed yet fill one node after another.
+        Stages that aren't placed yet are assumed to fill one node after another.
         """
         if placed is None:
             placed = self._inside(options)

@@ -39,6 +39,8 @@ _IMPROVED = 12
 """How many of the fastest placed plans the last local search begins from."""
 _WORK = 10_000
 """Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
+_NUMBERS, _ALIKE = 4, 4
+"""How many numbers of pipelines get a local search of their own, and its starting plans."""
 _SIZES_KEPT = 3
 """How many sizes of micro-batches, those best alone, may be mixed in one plan."""
 _FAR, _FAR_IN_A_ROW = 1.25, 2
@@ -97,15 +99,28 @@ class FastestPlans:
         ranked = sorted(candidates, key=self.judge.seconds)
         begin = ranked[:_IMPROVED] + ([running] if running is not None else [])
         self.task.progress("Improving the best plans", 0.6)
-        most_work = _WORK if self.task.options.thorough else _WORK // 8
-        best = Improver(self.judge, most_work).improve(begin)
+        improved = self._improved(ranked, begin)
         plans: dict[ParallelPlan, PlannedCandidate] = {}
-        every = [*ranked, *begin, *([best] if best else [])]
+        every = [*ranked, *begin, *improved]
         for item in sorted(dict.fromkeys(every), key=self.judge.seconds):
             found = self.judge.plan(item)
             if found is not None:
                 plans.setdefault(found[0], priced(*found, self.judge.cost))
         return list(plans.values())
+
+    def _improved(self, ranked: list[Candidate], begin: list[Candidate]) -> list[Candidate]:
+        """Improve the best plans of several numbers of pipelines, then the best of them all."""
+        most_work = _WORK if self.task.options.thorough else _WORK // 8
+        alike: dict[int, list[Candidate]] = {}
+        for item in ranked:
+            alike.setdefault(len(item), []).append(item)
+        found = []
+        for starts in list(alike.values())[:_NUMBERS]:
+            found.append(Improver(self.judge, most_work // 8).improve(starts[:_ALIKE]))
+        best = [item for item in found if item is not None]
+        best.sort(key=self.judge.seconds)
+        last = Improver(self.judge, most_work // 2).improve([*best, *begin])
+        return [*best, *([last] if last else [])]
 
     def _sizes(self) -> list[int]:
         """Return the sizes of micro-batches whose columns are mixed."""

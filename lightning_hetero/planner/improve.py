@@ -1,9 +1,9 @@
-"""Improve placed plans by local search: one neighbourhood, one driver, the simulator as judge.
+"""Improve placed plans by a local search, with the simulator as judge.
 
-The search is best-first: the fastest plan whose neighbours are not known is looked at next. Slopes
-and fills rank its neighbours (`neighbourhood`), the simulator judges the likeliest. So beyond a
-plan without a better neighbour, plans nearly as fast are looked at, until as much has been done as
-may be.
+The search is best-first: it continues from the fastest plan whose neighbours aren't known yet.
+Slopes and fills rank the neighbours (`neighbourhood`), and the simulator judges the most promising.
+If a plan has no better neighbour, plans that are nearly as fast are continued from, until the
+budget is used up.
 """
 
 import heapq
@@ -22,21 +22,22 @@ from lightning_hetero.planner.stages import Ownership
 __all__ = ["Improver"]
 
 _TRIED = 24
-"""How many neighbours of a plan, those of the least estimates, are simulated."""
+"""Number of neighbours of a plan, those of the best estimates, that are simulated."""
 _WORSE, _OF_STAGES = 1.03, 2.0
-"""An estimate may be so much above the plan's own; estimates err by 1 to 2 %, and those of a few
-stages by this share divided by their number."""
+"""Factor by which a neighbour's estimate may exceed the plan's own; estimates err by 1 to 2 %. With
+few stages they err more: by this share divided by the number of stages."""
 _FAR = 1.10
-"""Plans so much slower than the best one are not looked at."""
+"""Plans that are slower than the best one by this factor aren't continued from."""
 _GAIN = 1e-4
 """Least share of the seconds that a step must gain."""
 _FEWEST_NEIGHBOURS, _MOST_NEIGHBOURS, _ESTIMATED = 60, 1_500, 12_000
-"""Neighbours estimated for a plan, at least and at most, and their pipelines together."""
+"""Number of neighbours that are estimated for a plan, at least and at most, and of their pipelines
+in total."""
 _MOST_OVERRUN = 16
-"""A plan's neighbours may take so many times the work that a whole search should take; only those
-of plans of thousands of devices take more."""
+"""Factor by which one plan's neighbours may exceed the budget of a whole search; only those of
+plans for thousands of devices do."""
 _CHEAP = 16
-"""Estimating so many pipelines takes as long as simulating a stage."""
+"""Number of pipelines whose estimates take as long as simulating one stage."""
 
 
 class _Timed(NamedTuple):
@@ -51,7 +52,8 @@ class Improver:
 
     Args:
         judge: Simulates plans.
-        most_work: Stages that may be simulated and neighbours that may be estimated, together.
+        most_work: Budget: the stages that may be simulated plus the neighbours that may be
+            estimated.
     """
 
     def __init__(self, judge: Judge, most_work: int) -> None:
@@ -60,7 +62,7 @@ class Improver:
         self._known: dict[Ownership, dict[Pipeline, _Timed | None]] = {}
 
     def improve(self, candidates: Sequence[Candidate]) -> Candidate | None:
-        """Return the fastest plan found from some; None if none of them fits."""
+        """Return the fastest plan found from some candidates; None if none of them fits."""
         serial = itertools.count()
         waiting = [(self.judge.seconds(item), next(serial), item) for item in candidates]
         waiting = [entry for entry in waiting if entry[0] < float("inf")]
@@ -81,7 +83,7 @@ class Improver:
                 if found_s < best_s * _FAR:
                     heapq.heappush(waiting, (found_s, next(serial), item))
                 if found_s < best_s * (1 - _GAIN):
-                    # Go on from there, and come back for the other neighbours later.
+                    # Continue from that plan, and come back later for the other neighbours.
                     heapq.heappush(waiting, (seconds, next(serial), plan))
                     best_s, best = found_s, item
                     break
@@ -91,7 +93,7 @@ class Improver:
         return self.judge.work_done + self.num_rated
 
     def _likeliest(self, plan: Candidate, seen: set[Candidate]) -> list[Candidate]:
-        """Return the neighbours of a plan that may be the fastest, those not seen."""
+        """Return the most promising neighbours of a plan that weren't seen before."""
         self._time_together([plan])
         estimate = self._estimated(plan, keeps_counts=True)
         if estimate is None:
@@ -120,7 +122,7 @@ class Improver:
     ) -> tuple[Candidate, float] | None:
         """Return a candidate with layers and micro-batches, and its estimated seconds.
 
-        Holders own; where they then must recompute, owners may follow room instead.
+        Holders own; if they would have to recompute, owners may follow room instead.
         """
         ownerships = [Ownership(len(pipelines))]
         if self._may_follow_room(pipelines):
@@ -146,7 +148,7 @@ class Improver:
         return min(found, key=lambda pair: pair[1], default=None)
 
     def _may_follow_room(self, pipelines: Candidate) -> bool:
-        """Return whether a stage lacks memory, or recomputes, if holders own."""
+        """Return whether a stage lacks memory or recomputes if holders own."""
         known = self._known[Ownership(len(pipelines))]
         return self.judge.cost.layout.is_owned_by_room and any(
             (timed := known[p]) is None or timed.rate.is_recomputing for p in pipelines
@@ -161,7 +163,7 @@ class Improver:
             self._time(itertools.chain.from_iterable(following), Ownership(number, by_room=True))
 
     def _time(self, pipelines: Iterable[Pipeline], ownership: Ownership) -> None:
-        """Time those of many pipelines that aren't known, all at once."""
+        """Time those of many pipelines that aren't known yet, all at once."""
         known = self._known.setdefault(ownership, {})
         by_size: dict[int, list[Pipeline]] = {}
         for pipeline in dict.fromkeys(pipelines):

@@ -1,4 +1,4 @@
-"""Judge plans: their memory settled, simulated, and every one only once."""
+"""Judge plans: decide their memory, simulate each once, and remember the results."""
 
 from typing import NamedTuple
 
@@ -13,15 +13,16 @@ __all__ = ["Candidate", "Judge", "Pipeline"]
 
 
 class Pipeline(NamedTuple):
-    """A pipeline on nodes, before ranks and memory are settled."""
+    """A pipeline on nodes, before its ranks and memory are decided."""
 
     stages: PlacedStages
     layers: tuple[int, ...]
-    """Layers of each stage; none where they are still to be chosen."""
+    """Layers of each stage; none if they are still to be chosen."""
     size: int
     """Sequences of a micro-batch."""
     num_microbatches: int
-    """Micro-batches, at least 1; 0 for the average of all pipelines where still to be dealt."""
+    """Number of micro-batches, at least 1; 0 stands for the average of all pipelines, if still to
+    be decided."""
 
 
 Candidate = tuple[Pipeline, ...]
@@ -29,7 +30,7 @@ Candidate = tuple[Pipeline, ...]
 
 
 class Judge:
-    """Settles, simulates and remembers plans.
+    """Decides the memory of plans, simulates them and remembers the results.
 
     Args:
         stages: Times and memory by size of micro-batches.
@@ -48,7 +49,7 @@ class Judge:
         self._known: dict[Candidate, tuple[ParallelPlan, Simulation] | None] = {}
         self._times: dict[tuple[int, Ownership, MappingOrder], ColumnTimes] = {}
         self.work_done = 0
-        """Stages simulated so far, those of plans that run alike counted once."""
+        """Number of stages simulated so far; those of plans that run alike count once."""
 
     @property
     def num_simulated(self) -> int:

@@ -1,10 +1,10 @@
-"""Settle a plan's memory: the least recomputation that fits, and how much each rank owns.
+"""Decide what a plan recomputes, and how much each rank owns, so that it fits into memory.
 
-There are two ways. Either a layer's holders own it, and every stage takes the lowest level of
-recomputation that fits (`stages`). Or ownership follows memory: the room that weights,
-gradients and activations leave on all stages must hold all owned states. As long as it doesn't, the
-stage whose load stays least goes one level higher. A rank then owns its part of what it holds as
-far as it has room, and the rest goes to the others in proportion to the room that they have left.
+There are two ways. Either a layer's holders own it, and every stage uses the lowest level of
+recomputation that fits (`stages`). Or ownership follows memory: all owned states must fit into the
+room that weights, gradients and activations leave on all stages together. As long as they don't,
+the stage with the least load goes one level higher. A rank then owns its part of what it holds as
+far as it has room, and the rest goes to the others in proportion to their remaining room.
 """
 
 import itertools
@@ -25,12 +25,12 @@ from lightning_hetero.simulator import MicroBatchShape
 __all__ = ["own_microbatches", "settle_memory"]
 
 _FEW_RANKS = 6
-"""Up to this number of ranks, more than the least recomputation is tried, too."""
+"""Number of ranks up to which more than the least recomputation is also tried."""
 _SHARE_DIGITS = 9
 
 
 def own_microbatches(plan: ParallelPlan, usual: MicroBatchShape) -> list[list[MicroBatchShape]]:
-    """Return every pipeline's micro-batches; pipelines without a size have the usual one."""
+    """Return every pipeline's micro-batches; pipelines without a size get the usual one."""
     return [
         [usual[:1] * (pipeline.microbatch_size or len(usual))] * (pipeline.num_microbatches or 0)
         for pipeline in plan.pipelines
@@ -42,7 +42,7 @@ def settle_memory(
 ) -> list[ParallelPlan]:
     """Return variants of the plan with recomputation and owner shares that fit; [] if none does.
 
-    They are one with holders as owners, and some by memory if that shortens the busiest stage.
+    One variant has holders as owners; others follow memory, if that shortens the busiest stage.
 
     Args:
         plan: The plan; its pipelines name their numbers of micro-batches.
@@ -55,7 +55,7 @@ def settle_memory(
     found = [known.plan_with(by_holders, None)] if fits else []
     if not known.cost.layout.is_owned_by_room:
         return found
-    # Ranks without layers add room but also messages, so plans are made with and without them.
+    # Ranks without layers add room, but also messages: make plans with and without them.
     for idle in (True, False) if idle_may_own and known.idle_room.any() else (False,):
         idle_room = known.idle_room * idle
         by_memory = known.levels_for_owners(float(idle_room.sum()))
@@ -69,7 +69,7 @@ def settle_memory(
 
 
 class _Kind(NamedTuple):
-    """What stages that run alike have in common."""
+    """What equal stages have in common."""
 
     size: int
     end: int
@@ -151,7 +151,7 @@ class _KnownStages:
         lacking = self.cost.model.num_params - elsewhere - float(self.ranks @ self.room(levels))
         if lacking <= 0:
             return levels
-        # One level after another, that of the least load first.
+        # One level after another, beginning with that of the least load.
         steps = range(1, int(self.arrays.most.max()) + 1)
         loads = np.stack([self.load_s(np.full_like(levels, level)) for level in steps])
         rooms = np.stack([self.room(np.full_like(levels, level)) for level in (0, *steps)])
@@ -168,7 +168,7 @@ class _KnownStages:
     def recomputations(self, least: IntArray) -> list[IntArray]:
         """Return choices of levels: the least that fit, and on few ranks also higher ones.
 
-        Memory that recomputation frees lets ranks own what they hold, which pays on slow links.
+        Recomputation frees memory in which ranks can own what they hold, which pays on slow links.
         """
         if len(self.plan.ranks) > _FEW_RANKS:
             return [least]
@@ -176,11 +176,11 @@ class _KnownStages:
         return [least, self.arrays.most, *almost[self.arrays.most - 1 > least]]
 
     def owner_shares(self, levels: IntArray, idle: FloatArray) -> list[tuple[float, ...]]:
-        """Return choices of all ranks' owner shares, the nearest and the most even ones.
+        """Return choices of all ranks' owner shares: the nearest and the most even ones.
 
         Nearest: a rank owns its part of what it holds as far as it has room. The rest goes, by
-        room, to ranks with layers first, or to all ranks, because messages to few of them may take
-        long. Most even: everything goes by room.
+        room, to ranks with layers first, or to all ranks, because messages to a few ranks may take
+        long. Most even: everything is divided by room.
 
         Args:
             levels: Levels of recomputation.

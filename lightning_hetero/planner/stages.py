@@ -1,12 +1,13 @@
 """Times and memory of every stage that a pipeline may have, for all numbers of layers at once.
 
-A stage option is a class of nodes and a TP degree. Arrays are [ends, options, in flight, layers]:
-which end of its pipeline a stage is (`ENDS`), how many micro-batches it holds at once, less one,
-and its layers. Memory is linear in both (`CostModel`), so one and two of each tell the rest.
+A *stage option* is a class of nodes and a TP degree. Arrays are [ends, options, in flight, layers]:
+which end of its pipeline a stage is (`ENDS`), its option, the number of micro-batches that it holds
+at once (minus one), and its number of layers. Memory is linear in the last two (`CostModel`), so
+the values for one and two of each give all others.
 
-A stage takes the least recomputation that fits. Levels 1 to n recompute that many layers
-selectively, at few seconds per byte, where that saves memory; each further level recomputes one
-more of them as a whole.
+A stage uses the least recomputation that fits. Levels 1 to n recompute that many layers
+selectively, which takes few seconds per byte, if that saves memory; each further level recomputes
+one more of them as a whole.
 """
 
 from collections import Counter
@@ -25,7 +26,8 @@ from lightning_hetero.simulator.memory import push_buffer_bytes
 __all__ = ["ENDS", "Ownership", "StageArrays", "StageTable", "Stages"]
 
 _MOST_STAGES = 64
-"""Stages of a pipeline at most: longer ones lose more to their bubbles than any memory gains."""
+"""Largest number of stages of a pipeline: longer ones lose more time to bubbles than their memory
+saves."""
 _SUM_BYTES = 4
 """Bytes of an fp32 gradient sum on its way to the host."""
 _NEARLY = 1 - 1e-6
@@ -35,7 +37,7 @@ ENDS = ((False, False), (False, True), (True, False), (True, True))
 
 
 class Ownership(NamedTuple):
-    """What decides the bytes of states: how many pipelines there are, and who owns."""
+    """The number of pipelines and who owns, which decide the bytes of states."""
 
     num_pipelines: int
     by_room: bool = False
@@ -43,14 +45,14 @@ class Ownership(NamedTuple):
 
 
 class StageTable(NamedTuple):
-    """All stages under one ownership, with the least recomputation that fits."""
+    """All stages under one kind of ownership, with the least recomputation that fits."""
 
     total_s: FloatArray
     """Seconds of forward and backward with recomputation; infinite where the layers don't fit."""
     levels: IntArray
     """Levels of recomputation; -1 where the layers don't fit."""
     room: FloatArray
-    """Parameters that all its ranks together have room to own; zeros if holders own."""
+    """Number of parameters that all its ranks together have room to own; zeros if holders own."""
 
 
 class StageArrays(NamedTuple):

@@ -57,6 +57,8 @@ class HookedStrategy(ConnectedStrategy):
         super().__init__(processes, start_method=start_method, **options)
         self._slices = slices
         self._failed = False
+        self._shows_early = False
+        """Whether hooks get the slices between a training step and its backward."""
         self._num_changes = 0
         self._restored: RestoredState | None = None
         """The state that Lightning restores next, in place of a checkpoint file."""
@@ -112,8 +114,7 @@ class HookedStrategy(ConnectedStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # # `Trainer.init_module(empty_init=True)`: make no values here, since slices get them
-        # later.
+        # `Trainer.init_module(empty_init=True)`: make no values here, since slices get them later.
         with torch.device("meta") if empty_init else super().tensor_init_context():
             yield
 
@@ -167,7 +168,7 @@ class HookedStrategy(ConnectedStrategy):
         if members is not None and described and not self.has_trained:
             members.tell_layer_call(described)
         self.has_trained = True
-        if sees_early(self._module, *self._trainer.callbacks):
+        if self._shows_early:
             self.hooked_slices.enter()
         return trained
 
@@ -181,7 +182,7 @@ class HookedStrategy(ConnectedStrategy):
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # # Callbacks that write predictions get the sample indices of this rank's pipeline only.
+        # Callbacks that write predictions get the sample indices of this rank's pipeline only.
         return self._evaluate(self._module.predict_step, batch, args, kwargs, of_pipeline=True)
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
@@ -230,6 +231,7 @@ class HookedStrategy(ConnectedStrategy):
     @override
     def on_train_start(self) -> None:
         self._restored = None
+        self._shows_early = sees_early(self._module, *self._trainer.callbacks)
         self.has_begun_training = True
         self._processes.begin_training()
         self.engine.mark_weights_stale()
@@ -324,8 +326,7 @@ class HookedStrategy(ConnectedStrategy):
         """
         self._failed, self.has_trained = True, False
         self._slices.await_recovery(trained_at_first)
-        # # Otherwise `teardown` would move their state to the CPU and keep the old engine in
-        # memory.
+        # Otherwise `teardown` would move their state to the CPU and keep the old engine in memory.
         self.optimizers, self._restored = [], None
         self._dealer = self._steps = self.memory = None
 
@@ -342,13 +343,13 @@ class HookedStrategy(ConnectedStrategy):
         if not self._failed:
             self._processes.stop_watching()
         elif module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            # # Lightning moves the module to the CPU. Meta tensors refuse that, which would hide
-            # the first error.
+            # Lightning moves the module to the CPU. Meta tensors refuse that, which would hide the
+            # first error.
             self._lightning_module = None
         super().teardown()
-        # # Not earlier: stand-ins have no values, so they can't be moved to the CPU as the slices
+        # Not earlier: stand-ins have no values, so they can't be moved to the CPU as the slices
         # just were.
         self._slices.leave_stand_ins()
-        # # After a failure, stop watching last: until then it also ends waits for a dead rank in
-        # this method.
+        # After a failure, stop watching last: until then it also ends waits for a dead rank in this
+        # method.
         self._processes.stop_watching()

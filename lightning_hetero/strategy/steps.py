@@ -72,8 +72,8 @@ class Steps:
         parts: Sequence[Any] = [batch]
         if isinstance(batch, AssignedBatch):
             parts = batch.microbatches
-        # # Before the move: to read values back from an accelerator, the host would have to wait
-        # for it.
+        # Before the move: to read values back from an accelerator, the host would have to wait for
+        # it.
         self._engine.fingerprint = fingerprint_of(parts)
 
         def move_part(part: Any) -> Any:

@@ -20,13 +20,12 @@ from lightning_hetero.checkpoint import (
     TierKind,
     assembly,
     encoding,
-    recover,
 )
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from tests.benchmarks.harness import Row, median_times_s
 from tests.checkpoint.stand_ins import MemoryStore, Throttle, ThrottledStore
-from tests.checkpoint.states import contents, needs_of, run_ranks
+from tests.checkpoint.states import contents, needs_of, recover, run_ranks
 
 SLOWDOWN = 240
 DISK_BYTES_PER_S = 3500e6 / SLOWDOWN

@@ -81,7 +81,7 @@ class EvenPieces:
     ) -> None:
         self.members = members
         self.own_index = members.index(store.global_rank)
-        # # Parameters that are divided in the same way share one object.
+        # Parameters that are divided in the same way share one object.
         layouts = {id(pieces): pieces for pieces in own_rows}
         known = {key: _Rows.of(pieces, store.device) for key, pieces in layouts.items()}
         self._rows = [known[id(pieces)] for pieces in own_rows]

@@ -51,7 +51,7 @@ from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.setup.weight_sources import find_frozen
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
-from lightning_hetero.runtime.stage.boundary import ModuleCalls, StageBoundary
+from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["Engine"]
@@ -100,7 +100,6 @@ class Engine:
         self._agreements = defaultdict[Phase, Agreement](partial(Agreement, communicators, device))
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.allow_mixing)
-        self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
         self.plans = PlanSwitch(
             plan,
             self.store,
@@ -208,7 +207,7 @@ class Engine:
                     running.push.start()
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
                 results.finish(running.push.gradients)
-                # # Agree: each rank sends its row now and reads the others' after the push. With
+                # Agree: each rank sends its row now and reads the others' after the push. With
                 # standbys it sends its row only after the push. Then a rank that has received all
                 # rows knows that all ranks have their gradients; so if a rank is lost, either all
                 # others make the optimizer step or none does.
@@ -220,7 +219,7 @@ class Engine:
                 agreement = agreement or begin()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        # # Not earlier: a rank may raise only after it has sent all that the others wait for.
+        # Not earlier: a rank may raise only after it has sent all that the others wait for.
         self.settle()
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
@@ -252,7 +251,6 @@ class Engine:
             PreservedRandomState(),
             self.logs.recording(is_last=running.is_last),
             running.weights,
-            self._calls,
         ):
             running.start_pull()
             yield
@@ -348,7 +346,6 @@ class Engine:
         self.plans.close()
         self.logs.remove()
         self.boundary.remove()
-        self._calls.remove()
         if self.tensor_parallel is not None:
             self.tensor_parallel.remove()
 

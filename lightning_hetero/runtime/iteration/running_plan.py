@@ -165,7 +165,7 @@ class PlanSwitch:
     ) -> None:
         self._store = store
         self._config = config
-        # # One stream for all plans: torch has a pool of 32, so two plans might get the same one.
+        # One stream for all plans: torch has a pool of 32, so two plans might get the same one.
         side_stream = SideStream(store.device)
         self._comms = comms
         self._clock = clock
@@ -196,10 +196,10 @@ class PlanSwitch:
         numels: Counter[tuple[int, ...]] = Counter()
         for plan in plans:
             self._connect(plan)
-        # # If not even all ranks together would use a collective, smaller groups won't either.
+        # If not even all ranks together would use a collective, smaller groups won't either.
         for plan in plans if self._are_collective(range(self._comms.world_size)) else ():
             outer = [spec for spec in self._specs if spec.layer is None]
-            # # Until it is known at which end an outer parameter is used, both ends hold it.
+            # Until it is known at which end an outer parameter is used, both ends hold it.
             tables = [self._routes_of(plan).table]
             for role in OuterRole:
                 at_end = [replace(spec, roles=frozenset({role})) for spec in outer]
@@ -208,7 +208,7 @@ class PlanSwitch:
                 for unit in table.units:
                     for ranks in unit.kind.groups | self._groups_on_nodes(unit.kind):
                         numels[ranks] += sum(spec.numel for spec in unit.specs)
-        # # Groups that move the most elements come first; the order is the same on all ranks.
+        # Groups that move the most elements come first; the order is the same on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
         self._comms.make_exchange_groups(wanted)
 
@@ -339,7 +339,7 @@ class PlanSwitch:
     def _replace(self, plan: ParallelPlan, *, shares_memory: bool) -> None:
         with torch.inference_mode(mode=False):  # Weights made in a validation may train later.
             self.running.weights.release()
-            # # Both plans' weights at the same time might not fit into the device's memory.
+            # Both plans' weights at the same time might not fit into the device's memory.
             del self.running
             self.running = self._make_ready(plan, shares_memory=shares_memory)
 

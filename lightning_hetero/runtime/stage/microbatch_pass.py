@@ -110,8 +110,8 @@ class MicrobatchPass:
         received = self.arrived().tensors[0]
         if not received.requires_grad:
             return received
-        # # Not a view in autograd's sense: it forbids in-place operations on a view of a leaf.
-        given: Tensor = torch.ops.aten._unsafe_view(received, received.shape)
+        # Not a view to autograd, which forbids in-place operations on a view of a leaf.
+        given: Tensor = torch.ops.aten._unsafe_view.default(received, received.shape)
         return given
 
     def begin_layer(self, index: int, *, again: bool = False) -> None:
@@ -135,7 +135,7 @@ class MicrobatchPass:
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """Remember the hidden state that a layer returned."""
-        # # Inference tensors have no version counter; then a change is seen on the next stage's
+        # Inference tensors have no version counter; then a change is seen on the next stage's
         # tensor.
         self.last_hidden = hidden
         self.last_version = _UNCOUNTED if hidden.is_inference() else hidden._version

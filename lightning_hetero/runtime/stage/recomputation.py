@@ -262,7 +262,7 @@ class _CompiledForward:
     def __init__(self, index: int, forward: _Forward) -> None:
         self._plain = forward
         self._training = torch.compile(forward)
-        # # Each sharded layer gets compiled code of its own: beyond torch's limit some would run
+        # Each sharded layer gets compiled code of its own: beyond torch's limit some would run
         # uncompiled.
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, _COMPILED_FORMS * (index + 1))
@@ -270,7 +270,7 @@ class _CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
-        # # A cache of keys and values would be a new object in each pass, so a recompilation; it
+        # A cache of keys and values would be a new object in each pass, so a recompilation; it
         # isn't read.
         return LayerCall(0, self._training, args, kwargs).without_caches().run()
 

@@ -59,8 +59,7 @@ class SideTensors:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._parts = [[*layer.modules()] for layer in layers]
-        # # Only hooks on submodules: a layer's own hooks run around its wrapped forward in any
-        # case.
+        # Only hooks on submodules: a layer's own hooks run around its wrapped forward in any case.
         self._hooks = [
             [
                 (part, hooks)
@@ -194,8 +193,8 @@ def _kept_in(index: int, parts: Sequence[nn.Module]) -> Iterator[tuple[int, str]
     """
     for place, part in enumerate(parts):
         for name, value in vars(part).items():
-            # # A weight that e.g. `weight_norm` computes belongs to parameters whose names begin
-            # with its own.
+            # A weight that e.g. `weight_norm` computes belongs to parameters whose names begin with
+            # its own.
             is_weight = any(key.startswith(f"{name}_") for key in part._parameters)
             tensors = () if name in _TORCHS_OWN or is_weight else tensors_in(value)
             if not any(tensor.grad_fn is not None for tensor in tensors):
