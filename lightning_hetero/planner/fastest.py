@@ -32,9 +32,10 @@ _NARROWED = 3
 """Most stages that get a lower TP degree so that nodes can hold a mix."""
 _MASTERS = 8
 """Most masters near the best one whose mixes are used, for each ownership."""
-_PLACED = 12
-"""How many of the mixes that are fastest by their columns' times are placed and simulated, for each
-ownership."""
+_SHIFTED = 6
+"""How many of the fastest mixes get their layers moved between stages, too."""
+_PLACED = 24
+"""How many of the mixes that are fastest by their columns' times are placed and simulated."""
 _IMPROVED = 12
 """How many of the fastest placed plans the last local search begins from."""
 _WORK = 10_000
@@ -210,14 +211,19 @@ class FastestPlans:
 
         With owners by room the fractional T may be far below any plan's.
         """
+        masters = [master for master in self.solved.values() if master.time_s < np.inf]
+        masters.sort(key=lambda master: master.time_s)
         found: list[tuple[Master, Mix]] = []
         for by_room in (False, True):
-            alike = [m for m in self.solved.values() if m.by_room is by_room and m.time_s < np.inf]
-            alike.sort(key=lambda master: master.time_s)
+            alike = [m for m in masters if m.by_room is by_room]
+            near = [m for m in alike if m.time_s <= alike[0].time_s * _FAR]
+            for master in near[: 2 * _MASTERS]:
+                master.shift_best()
+            alike = sorted(near, key=lambda master: master.time_s)
             near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
-            found += _distinct([(master, mix) for master in near for mix in master.mixes()])[
-                :_PLACED
-            ]
+            mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
+            found += mixes[: _PLACED // 2]
+            found += [(master, master.shifted(mix)) for master, mix in mixes[:_SHIFTED]]
         return _distinct(found)
 
     # -- candidates -----------------------------------------------------------------------------

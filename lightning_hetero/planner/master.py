@@ -15,16 +15,19 @@ cost, with whole micro-batches where each pipeline runs few.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Self
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.columns import Column, ColumnTimes, Rate
+from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
+from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
+from lightning_hetero.planner.splitting import best_layers
 
 __all__ = ["Master", "Mix"]
 
@@ -50,6 +53,10 @@ _WHOLE = 200
 """How many columns of least reduced cost the integer programme chooses among."""
 _NODES = 60
 """Most nodes of its branch and bound: half a second."""
+_FEW_BLOCKS = 3
+"""Every order of a pipeline's blocks of equal stages is tried up to so many blocks."""
+_SHIFTED = 6
+"""How many columns of least reduced cost get their layers moved between stages."""
 _ALIKE = 3
 """How many mixes of one column alone are added to those of branch and bound."""
 _FEW = 24
@@ -127,6 +134,7 @@ class Master:
         self.time_s = np.inf
         self.is_lacking = False
         self._last: _Solved | None = None
+        self.shift = cache(self._shifted)
         self._prepare_room()
 
     def _prepare_room(self) -> None:
@@ -308,6 +316,47 @@ class Master:
                 found.append(Mix(((column, number),), rate.ends_s(count)))
         return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
 
+    def shift_best(self) -> None:
+        """Add the columns that run with layers moved between stages, and solve again."""
+        number = max(1.0, sum(count for _, count in self.best_columns()))
+        best = self.promising(_SHIFTED)
+        shifted = []
+        for column in best:
+            share = self.total / (column.size * number)
+            # Pipelines with few micro-batches have one more or less.
+            more = (0, 1, 2) if share <= FEW_MICROBATCHES else (0,)
+            shifted += [self.shift(column, max(1.0, share // 1 + n)) for n in more]
+        if self.add(shifted):
+            self._newton()
+
+    def shifted(self, mix: Mix) -> Mix:
+        """Return a mix with layers moved between stages while its pipelines end sooner.
+
+        Balanced stages are not the best ones where fills are long, or links slow.
+        """
+        share = self.total / sum(n * column.size for column, n in mix.columns)
+        pairs = [(self.shift(column, share), n) for column, n in mix.columns]
+        if [column for column, _ in pairs] == [column for column, _ in mix.columns]:
+            return mix
+        self.add([column for column, _ in pairs])
+        pool = _Pool.of({column: self.pool[column] for column, _ in pairs})
+        numbers = np.array([number for _, number in pairs])
+        return Mix(tuple(pairs), pool.finish_s(numbers, self.total))
+
+    def _shifted(self, column: Column, share: float) -> Column:
+        """Return the column with the order of stages and the layers that end `share` soonest."""
+        times, count = self.times[column.size], max(1, round(share))
+        found = [column]
+        turned = _turned(column.options)
+        every = best_layers(
+            times, [(Column(options, (), column.size), count) for options in turned]
+        )
+        for options, layers in zip(turned, every, strict=True):
+            if layers:
+                found.append(column._replace(options=options, layers=layers))
+        ends_s = [rate.ends_s(count) if rate else np.inf for rate in times.rates(found)]
+        return found[ends_s.index(min(ends_s))]
+
     def _whole(self, pool: _Pool) -> list[Mix]:
         """Return mixes that HiGHS finds, with whole micro-batches where pipelines run few."""
         with np.errstate(divide="ignore"):
@@ -344,6 +393,16 @@ class Master:
                 high_s = middle_s
                 found.append(_mix(pool.columns, x * (value > 0), middle_s))
         return found
+
+
+def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
+    """Return stages with the blocks of equal ones in other orders; many are turned round."""
+    blocks = [tuple(block) for _, block in itertools.groupby(options)]
+    orders: Iterable[Sequence[tuple[Option, ...]]] = (
+        itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]
+    )
+    every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
+    return list(every)
 
 
 def _mix(columns: Sequence[Column], x: IntArray, time_s: float) -> Mix:
