@@ -1,8 +1,8 @@
 """Find the fastest plans on given nodes: masters, whole mixes, placement and local search.
 
-Masters are solved for numbers of pipelines worth trying: 1, 2, 3, 4, 6 and so on, until more of
-them are worse, and then next to the best one; for the second order of placement, and for ownership
-by room, only where that makes a difference for the best number.
+Masters are solved for numbers of pipelines worth trying: 1, 2, 3, 4, 6 and so on, until larger ones
+get worse, and then around the best one. For the second order of placement, and for ownership by
+room, masters are solved only if that makes a difference for the best number.
 """
 
 from bisect import bisect_left
@@ -12,13 +12,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.columns import Column
 from lightning_hetero.planner.improve import Improver
 from lightning_hetero.planner.judge import Candidate, Judge, Pipeline
 from lightning_hetero.planner.master import Master, Mix
 from lightning_hetero.planner.pace import deal
-from lightning_hetero.planner.placement import MappingOrder, Option, place, share_nodes
+from lightning_hetero.planner.placement import (
+    MappingOrder,
+    Option,
+    place,
+    share_nodes,
+    without_chunks,
+)
 from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
 from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
@@ -27,31 +32,32 @@ from lightning_hetero.simulator import CostModel, Simulation
 __all__ = ["FastestPlans", "SearchTask", "priced"]
 
 _NEAR = 1.06
-"""Masters whose T is up to this multiple of the best one's have their mixes placed."""
+"""Mixes of masters whose T is at most this multiple of the best one's are placed."""
 _NARROWED = 3
-"""Most stages that get a lower TP degree so that nodes can hold a mix."""
+"""Largest number of stages that get a lower TP degree so that nodes have room for a mix."""
 _MASTERS = 8
-"""Most masters near the best one whose mixes are used, for each ownership."""
+"""Largest number of masters near the best one whose mixes are used, for each ownership."""
 _SHIFTED = 6
-"""How many of the fastest mixes get their layers moved between stages, too."""
+"""Number of the fastest mixes that are also used with layers moved between stages."""
 _PLACED = 24
-"""How many of the mixes that are fastest by their columns' times are placed and simulated."""
+"""Number of mixes, the fastest by their columns' times, that are placed and simulated."""
 _IMPROVED = 12
 """How many of the fastest placed plans the last local search begins from."""
 _WORK = 10_000
 """Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
 _NUMBERS, _ALIKE = 4, 4
-"""How many numbers of pipelines get a local search of their own, and its starting plans."""
+"""Number of numbers of pipelines that get a local search of their own; and its starting plans."""
 _SIZES_KEPT = 3
-"""How many sizes of micro-batches, those best alone, may be mixed in one plan."""
+"""Number of sizes of micro-batches, the best ones alone, that may be mixed in one plan."""
 _FAR, _FAR_IN_A_ROW = 1.25, 2
-"""No more pipelines are tried once so many numbers in a row had a T of so many times the best."""
+"""More pipelines aren't tried after this many numbers in a row whose T was this multiple of the
+best."""
 _FINE = 0.03
 """Numbers of pipelines closer to the best one than this share are not tried."""
 _HALVINGS = 3
 """How often the numbers halfway between the best one and those next to it are tried."""
 _SAME_ORDER = 3e-3
-"""Masters of the second order of placement are solved where T differs by at least this share."""
+"""Least share by which T must differ for masters of the second order of placement to be solved."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class FastestPlans:
     def __init__(self, task: SearchTask, stages: dict[int, Stages]) -> None:
         self.task, self.stages = task, stages
         is_free = task.options.objective is Objective.THROUGHPUT
-        # Nodes that only own would have to be paid for as well.
+        # If the objective is cost, nodes that only own would have to be paid for as well.
         self.judge = Judge(stages, idle_may_own=is_free, equally=task.options.equal_microbatches)
         self.any_stages = next(iter(stages.values()))
         self.solved: dict[tuple[Ownership, MappingOrder], Master] = {}
@@ -120,7 +126,7 @@ class FastestPlans:
             found.append(Improver(self.judge, most_work // 8).improve(starts[:_ALIKE]))
         best = [item for item in found if item is not None]
         best.sort(key=self.judge.seconds)
-        last = Improver(self.judge, most_work // 2).improve([*best, *begin])
+        last = Improver(self.judge, most_work).improve([*best, *begin])
         return [*best, *([last] if last else [])]
 
     def _sizes(self) -> list[int]:
@@ -207,9 +213,9 @@ class FastestPlans:
         return self.solved[ownership, order].time_s
 
     def _mixes(self) -> list[tuple[Master, Mix]]:
-        """Return whole mixes of the masters near the best one of each ownership, fastest first.
+        """Return the mixes of the masters near the best one of each ownership, fastest first.
 
-        With owners by room the fractional T may be far below any plan's.
+        If owners follow room, the fractional T may be far below that of any plan.
         """
         masters = [master for master in self.solved.values() if master.time_s < np.inf]
         masters.sort(key=lambda master: master.time_s)
@@ -239,7 +245,7 @@ class FastestPlans:
         return [item for item in found if self.judge.plan(item) is not None]
 
     def _candidate(self, master: Master, mix: Mix, order: MappingOrder) -> Candidate | None:
-        """Return a mix on nodes; where they can't hold it, with narrower stages."""
+        """Return a mix on nodes; if they have no room for it, with narrower stages."""
         columns = [column for column, number in mix.columns for _ in range(number)]
         nodes = self.any_stages.class_of_node, self.any_stages.counts
         arrangement = place([column.options for column in columns], *nodes, order)
@@ -283,7 +289,7 @@ class FastestPlans:
         return [*columns[:index], item, *columns[index + 1 :]]
 
     def _candidate_of(self, start: ParallelPlan) -> Candidate | None:
-        """Return the plan that runs as a candidate; None if these nodes can't run it."""
+        """Return the running plan as a candidate; None if these nodes can't run it."""
         cost, usual = self.judge.cost, self.task.workload.sequences_per_microbatch
         free, found = list(self.any_stages.counts), []
         for pipeline in map(without_chunks, start.pipelines):

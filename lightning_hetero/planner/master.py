@@ -1,29 +1,28 @@
 """The master: how often each pipeline runs, by column generation and HiGHS.
 
-For D pipelines at most and M micro-batches, with slope t_p, fill f_p and needs a_p of column p, the
-least T is wanted at which
+For at most D pipelines and M micro-batches, with bottleneck t_p, fill f_p and needs a_p of column
+p, it finds the least T at which
 
     maximise    Σ_p x_p·(T - f_p)/t_p
     subject to  Σ_p x_p·a_p ≤ limits of the nodes,  Σ_p x_p ≤ D,
                 Σ_p x_p·room_p + room of idle devices ≥ parameters   (ownership by room)
 
-reaches M. The value is convex in T, so Newton steps from above never pass it:
-T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
-Columns that `Pricing` finds for the duals join until none is worth more than it
-costs. Whole x_p are then chosen from the columns of the linear programme and those of least reduced
-cost, with whole micro-batches where each pipeline runs few.
+reaches M. The value is convex in T, so Newton steps from above never pass that T: T ← (M + Σ
+x_p·f_p/t_p)/(Σ x_p/t_p). Columns that `Pricing` finds for the duals are added until none is worth
+more than it costs. Whole x_p are then chosen among the columns of the linear programme and those of
+least reduced cost; pipelines that run few micro-batches are valued by whole ones.
 """
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
+from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Pool, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
 from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
@@ -32,11 +31,11 @@ from lightning_hetero.planner.splitting import best_layers
 __all__ = ["Master", "Mix"]
 
 _ROUNDS = 8
-"""Most rounds of pricing; masters end after 3 to 8."""
+"""Largest number of rounds of pricing; masters end after 3 to 8."""
 _EVEN = 1_000
-"""Most even pipelines in the first pool; three classes with four degrees each make 750."""
+"""Largest number of even pipelines in the first pool; three classes with four degrees make 750."""
 _ADDED = 24
-"""Most columns that join the pool in a round: about half of the levels that are priced."""
+"""Largest number of columns added in a round: about half of the levels that are priced."""
 _LACKING = 30.0
 """Penalty for lacking all room to own, in iterations: more than any pipeline is worth."""
 _ROUNDING = 1e-7
@@ -48,24 +47,24 @@ _FINE = 4e-3
 _CLOSE = 2e-4
 """Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
 _PROMISING = 80
-"""How many columns of least reduced cost a master passes on to the next one."""
+"""Number of columns of least reduced cost that a master passes on to the next one."""
 _WHOLE = 200
-"""How many columns of least reduced cost the integer programme chooses among."""
+"""Number of columns of least reduced cost from which the integer programme chooses."""
 _NODES = 60
-"""Most nodes of its branch and bound: half a second."""
+"""Largest number of nodes of its branch and bound, which takes half a second."""
 _FEW_BLOCKS = 3
-"""Every order of a pipeline's blocks of equal stages is tried up to so many blocks."""
+"""Number of blocks of equal stages up to which all orders of a pipeline's blocks are tried."""
 _SHIFTED = 6
-"""How many columns of least reduced cost get their layers moved between stages."""
+"""Number of columns of least reduced cost whose layers are moved between stages."""
 _ALIKE = 3
-"""How many mixes of one column alone are added to those of branch and bound."""
+"""Number of mixes of a single column that are added to those of branch and bound."""
 _FEW = 24
-"""Pipelines of up to so many micro-batches are valued by whole ones, each 4 % or more."""
+"""Number of micro-batches up to which a pipeline is valued by whole ones, each 4 % or more."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Columns and how often each runs."""
+    """Columns, and how often each runs."""
 
     columns: tuple[tuple[Column, int], ...]
     """Columns that run, and how many pipelines of each."""
@@ -73,41 +72,10 @@ class Mix:
     """Seconds of an iteration, by slopes and fills."""
 
 
-class _Pool(NamedTuple):
-    """Columns and their rates, as arrays of as many."""
-
-    columns: list[Column]
-    slope_s: FloatArray
-    """Seconds of a sequence."""
-    fill_s: FloatArray
-    uses: FloatArray
-    """[columns, rows]"""
-    room: FloatArray
-
-    @classmethod
-    def of(cls, rates: Mapping[Column, Rate]) -> Self:
-        """Return some columns as arrays."""
-        rows = [
-            (rate.slope_s / column.size, rate.fill_s, rate.room) for column, rate in rates.items()
-        ]
-        slope_s, fill_s, room = np.array(rows).T
-        return cls(list(rates), slope_s, fill_s, np.stack([r.uses for r in rates.values()]), room)
-
-    def value(self, time_s: float) -> FloatArray:
-        """Return the sequences that pipelines finish in a time."""
-        found: FloatArray = (time_s - self.fill_s) / self.slope_s
-        return found
-
-    def finish_s(self, x: FloatArray | IntArray, total: int) -> float:
-        """Return when pipelines, x of each column, have finished all sequences; 0 for none."""
-        per_s = float(x @ (1 / self.slope_s))
-        return float((total + x @ (self.fill_s / self.slope_s)) / per_s) if per_s > 0 else 0.0
-
-
 class _Solved(NamedTuple):
     """A solution of the linear programme."""
 
-    pool: _Pool
+    pool: Pool
     x: FloatArray
     """How often columns run."""
     duals: Duals
@@ -138,7 +106,7 @@ class Master:
         self._prepare_room()
 
     def _prepare_room(self) -> None:
-        """Find what devices that run nothing own, if owners follow room."""
+        """Find how much devices that run nothing own, if owners follow room."""
         self.by_room = self.ownership.by_room
         cost, rows = self.stages.cost, self.stages.rows
         idle = [0.0] * len(rows)
@@ -164,7 +132,7 @@ class Master:
         """Generate columns; return the least T of fractional pipelines, infinite if none fit.
 
         Args:
-            upper_s: Seconds beyond which nobody is interested.
+            upper_s: A solution above these seconds isn't needed.
         """
         smallest = [column for pricing in self.pricing if (column := pricing.smallest())]
         devices = [sum(option.tp_degree for option in column.options) for column in smallest]
@@ -236,7 +204,7 @@ class Master:
 
     def _newton(self) -> Duals | None:
         """Step T down to where the pool's columns just finish; return the duals there."""
-        pool, duals = _Pool.of(self.pool), None
+        pool, duals = Pool.of(self.pool), None
         for _ in range(_NEWTON_STEPS):
             solution = self._programme(pool, pool.value(self.time_s)).minimize()
             if not len(solution.values):
@@ -254,7 +222,7 @@ class Master:
         return duals
 
     def _programme(
-        self, pool: _Pool, value: FloatArray, whole_up_to: FloatArray | None = None
+        self, pool: Pool, value: FloatArray, whole_up_to: FloatArray | None = None
     ) -> LinearProgram:
         program = LinearProgram()
         upper = np.full(len(value), np.inf) if whole_up_to is None else whole_up_to
@@ -300,9 +268,9 @@ class Master:
         if self._last is None:
             return []
         rates = {column: self.pool[column] for column in self.promising(_WHOLE)}
-        kept = _Pool.of(rates).value(self.time_s) > 0.5
+        kept = Pool.of(rates).value(self.time_s) > 0.5
         rates = dict(itertools.compress(rates.items(), kept))
-        found = [*self._whole(_Pool.of(rates)), *self._alike(rates)] if rates else []
+        found = [*self._whole(Pool.of(rates)), *self._alike(rates)] if rates else []
         return list({mix.columns: mix for mix in found}.values())
 
     def _alike(self, rates: Mapping[Column, Rate]) -> list[Mix]:
@@ -323,23 +291,23 @@ class Master:
         shifted = []
         for column in best:
             share = self.total / (column.size * number)
-            # Pipelines with few micro-batches have one more or less.
+            # If micro-batches are few, some pipelines run one more or less than others.
             more = (0, 1, 2) if share <= FEW_MICROBATCHES else (0,)
             shifted += [self.shift(column, max(1.0, share // 1 + n)) for n in more]
         if self.add(shifted):
             self._newton()
 
     def shifted(self, mix: Mix) -> Mix:
-        """Return a mix with layers moved between stages while its pipelines end sooner.
+        """Return a mix with layers moved between stages as long as its pipelines end sooner.
 
-        Balanced stages are not the best ones where fills are long, or links slow.
+        Balanced stages aren't the best ones if fills are long or links slow.
         """
         share = self.total / sum(n * column.size for column, n in mix.columns)
         pairs = [(self.shift(column, share), n) for column, n in mix.columns]
         if [column for column, _ in pairs] == [column for column, _ in mix.columns]:
             return mix
         self.add([column for column, _ in pairs])
-        pool = _Pool.of({column: self.pool[column] for column, _ in pairs})
+        pool = Pool.of({column: self.pool[column] for column, _ in pairs})
         numbers = np.array([number for _, number in pairs])
         return Mix(tuple(pairs), pool.finish_s(numbers, self.total))
 
@@ -357,7 +325,7 @@ class Master:
         ends_s = [rate.ends_s(count) if rate else np.inf for rate in times.rates(found)]
         return found[ends_s.index(min(ends_s))]
 
-    def _whole(self, pool: _Pool) -> list[Mix]:
+    def _whole(self, pool: Pool) -> list[Mix]:
         """Return mixes that HiGHS finds, with whole micro-batches where pipelines run few."""
         with np.errstate(divide="ignore"):
             most = self.stages.limits // pool.uses

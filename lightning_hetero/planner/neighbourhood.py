@@ -1,7 +1,7 @@
-"""The neighbours of a plan: it with one change.
+"""The neighbours of a plan: plans that differ from it by one change.
 
-A layer, a device, a TP degree or the size of micro-batches is another one, or two places are
-swapped. Changes to pipelines that are alike are made to one of them, and to all of them together.
+A change is a moved layer or device, another TP degree or size of micro-batches, or two places
+swapped. Changes to one of several equal pipelines are also made to all of them together.
 """
 
 import itertools
@@ -13,10 +13,10 @@ from lightning_hetero.planner.placement import PlacedStages, share_nodes
 __all__ = ["Neighbourhood"]
 
 _FEW_STAGES = 12
-"""In pipelines of up to so many stages a stage is moved to any place."""
+"""Number of stages up to which a stage of a pipeline is moved to any place."""
 
 _KINDS = 12
-"""Most kinds of pipelines between which a micro-batch is moved."""
+"""Largest number of kinds of pipelines between which a micro-batch is moved."""
 
 _Pattern = tuple[tuple[int, int], ...]
 """(position of the stage whose node is used, TP degree) of every stage of a changed pipeline."""
@@ -86,7 +86,7 @@ class Neighbourhood:
                 yield *own, own[0]._replace(stages=((node, degree),), layers=())
 
     def dealt(self, own: Candidate) -> Iterator[Candidate]:
-        """Yield other micro-batches: one from any pipeline to any other of another kind.
+        """Yield other distributions: one micro-batch moves from a kind of pipelines to another.
 
         Layers stay, or are chosen again for the new numbers.
         """
@@ -131,7 +131,7 @@ class Neighbourhood:
                         )
 
     def _distinct_nodes(self, free: Sequence[int]) -> list[int]:
-        """Return nodes with free devices, one of each class and number of them."""
+        """Return nodes with free devices, one for each class and number of free devices."""
         kinds = self.judge.any_stages.class_of_node
         found: dict[tuple[int, int], int] = {}
         for node, count in enumerate(free):
@@ -147,7 +147,8 @@ class Neighbourhood:
     def _patterns(self, stages: PlacedStages) -> Iterator[_Pattern]:
         """Yield changes on a pipeline's own devices.
 
-        A stage is left out, narrower, halved or joined to the next one, or the order is another.
+        A stage is left out, made narrower, halved or joined to the next one, or stages are
+        reordered.
         """
         own = tuple((place, degree) for place, (_, degree) in enumerate(stages))
         for place, (node, degree) in enumerate(stages):

@@ -1,8 +1,8 @@
 """Price new columns: the best pipelines for given dual prices, by a shortest path.
 
-By T a pipeline finishes (T - f)/t + 1 micro-batches, with f the sum of its stages' seconds w. Given
-the duals π of the rows of nodes, μ of the number of pipelines and ρ of room to own, the reduced
-value of a column with bottleneck t is
+By time T a pipeline finishes (T - f)/t + 1 micro-batches, where f is the sum of its stages' seconds
+w. Given the dual prices π of the nodes' rows, μ of the number of pipelines and ρ of room to own,
+the reduced value of a column with bottleneck t is
 
     T/t + 1 - μ - Σ_stages (w/t + π·uses - ρ·room),    w ≤ t for every stage.
 
@@ -38,19 +38,19 @@ _WAIT = 0.5
 """Share of its links' seconds that a stage is assumed to wait for. In the slowest cycle of n
 stages each waits for (n - 1)/n of them, elsewhere for none."""
 _STALE = 3
-"""No longer pipelines are tried once so many lengths in a row were no better."""
+"""Longer pipelines aren't tried after this many lengths in a row that were no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Duals:
-    """Prices of what columns take, in sequences."""
+    """Dual prices of what columns use, in sequences."""
 
     rows: FloatArray
-    """[rows] of each row of nodes."""
+    """[rows] for each row of the nodes."""
     pipeline: float = 0.0
-    """Of a pipeline."""
+    """For a pipeline."""
     room: float = 0.0
-    """Of room to own a parameter."""
+    """For room to own one parameter."""
 
 
 class Pricing:
@@ -65,7 +65,7 @@ class Pricing:
             [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
         )
         self.is_wide = False
-        """Whether the best pipelines of every number of stages are found, too."""
+        """Whether to find the best pipelines of every number of stages, too."""
 
         self.first_s = np.stack([times.first_s(option) for option in options])
 
@@ -147,7 +147,7 @@ class Pricing:
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
             best = np.where(better, value, best)
-            # Until one fits, more stages may yet.
+            # As long as none fits, more stages may help.
             stale = 0 if better.any() or np.isinf(best).all() else stale + 1
             at[better] = position
             closing.append(edge)

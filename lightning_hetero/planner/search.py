@@ -1,9 +1,10 @@
 """Find the best plan for a cluster: columns, placed, judged and improved.
 
 1. A master for each number of pipelines worth trying says how often each column runs (`master`).
-2. Its whole numbers are placed on nodes in two orders, and simulated (`placement`, `judge`).
-3. The best plans, and the one that runs, are improved by local search (`improve`).
-4. A lower bound on every plan says how much could be left (`bound`).
+2. Its mixes of whole numbers are placed on nodes in two orders, and simulated (`placement`,
+   `judge`).
+3. The best plans, and the one that is running, are improved by local search (`improve`).
+4. A lower bound on every plan says how much better a plan could be at most (`bound`).
 """
 
 import itertools
@@ -33,13 +34,13 @@ from lightning_hetero.simulator import CostModel, RooflineCost
 __all__ = ["plan", "plan_best_size", "sizes_of"]
 
 _GRID = 64
-"""Most sets of nodes that the grid tries: enough for three classes of up to eight nodes."""
+"""Largest number of node sets that the grid tries: enough for three classes of up to 8 nodes."""
 _KEPT = 3
 """Sets of nodes, those of the best scores, for which plans are made."""
 _HOSTS_GAP = 0.1
 """Plans with states on hosts are searched only if others are so far above the bound."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences of a micro-batch to choose from; more only fill memory."""
+"""Numbers of sequences of a micro-batch to choose from; larger ones only fill memory."""
 
 
 def plan(  # noqa: PLR0913 - the public face
@@ -59,14 +60,14 @@ def plan(  # noqa: PLR0913 - the public face
     Args:
         cluster: The machines.
         model: The model's sizes.
-        workload: What an iteration has to do.
+        workload: The work of an iteration.
         options: How to search.
-        cost: What computing costs; the roofline of the cluster's devices if left out.
-        progress: Told what is being done.
-        start: The plan that runs; no worse plan is returned.
+        cost: The costs of computing; if left out, from the data sheets of the cluster's devices.
+        progress: Called with what is being done, and how much of it is done.
+        start: The plan that is running; no worse plan is returned.
 
     Raises:
-        PlanningError: The model fits nowhere, or an option can't be met.
+        PlanningError: The model doesn't fit under any plan, or an option can't be met.
     """
     cost = cost or RooflineCost(cluster, model)
     sizes = (workload.sequences_per_microbatch,)
@@ -82,14 +83,14 @@ def plan_best_size(
     start: ParallelPlan | None = None,
     sizes: Sequence[int] = _SIZES,
 ) -> PlanningResult:
-    """Return the best result over sizes of micro-batches, which pipelines may have unequal.
+    """Return the best result over sizes of micro-batches, which may differ between pipelines.
 
     Args:
         cost: Times and bytes on the cluster.
         workload: The iteration to plan for; its size of micro-batches is ignored.
         options: How to search.
-        progress: Told what is being done.
-        start: The plan that runs; no worse plan is returned.
+        progress: Called with what is being done, and how much of it is done.
+        start: The plan that is running; no worse plan is returned.
         sizes: Sequences of a micro-batch to choose from.
 
     Raises:
@@ -116,7 +117,7 @@ def _search(
     progress: ProgressCallback | None,
     start: ParallelPlan | None,
 ) -> PlanningResult:
-    """Search with states on devices, and on hosts where devices have no room for them."""
+    """Search with states on devices, and on hosts if devices have no room for them."""
     if options.objective is Objective.COST and cost.cluster.price_per_hour is None:
         raise PlanningError(
             "Planning for cost needs the price of every node. Give each node a price_per_hour "
