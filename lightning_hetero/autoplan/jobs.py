@@ -9,7 +9,7 @@ exactly the same devices, model, sizes and costs.
 
 import pickle
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -26,8 +26,7 @@ from lightning_hetero.planner import PlanningOptions, Workload, contingency
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, Task
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
-from lightning_hetero.schedules import Schedule
-from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
+from lightning_hetero.simulator import MicroBatchShape, RooflineCost, StageShape, StateLayout
 
 __all__ = ["Contingencies", "Job", "foresee", "losses_to_plan_for", "num_batches_of"]
 
@@ -48,19 +47,16 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a plan is for: cluster, model and the size of an iteration."""
+    """A search for the ranks that run, and whether it is needed."""
 
-    cluster: Cluster
-    model: ModelSpec
-    states: StateLayout
-    sequence_length: int
-    batch_size: int
-    num_batches: int
-    """The loader's batches in an iteration."""
-    microbatch_sizes: tuple[int, ...]
+    task: PlanningTask
+    """The search, without measured costs; its sizes of micro-batches divide the iteration."""
+    batch: MicroBatchShape
+    """The samples of a rank's batch."""
+    is_described: bool
+    """Whether the user describes the cluster."""
     assumed: tuple[str, ...]
     """Descriptions of numbers that weren't found and are assumed."""
-    schedule: Schedule = Schedule.ONE_F_ONE_B
 
     @classmethod
     def of(
@@ -92,75 +88,67 @@ class Job:
         if length is None:
             length = _DEFAULT_LENGTH
             assumed.append(f"sequence_length {length}")
-        return cls(
+        total, wanted = samples * num_batches_of(facts), options.microbatch_sizes
+        sizes = sorted(size for size in wanted or _sizes_of(samples) if total % size == 0)
+        basis = PlanBasis(
             cluster=corrected_cluster(cluster, seats),
             model=model,
             states=_states_of(facts, seats),
-            sequence_length=length,
-            batch_size=samples,
-            num_batches=num_batches_of(facts),
-            microbatch_sizes=options.microbatch_sizes or _sizes_of(samples),
+            workload=Workload(
+                sequence_length=length,
+                global_batch_size=total,
+                sequences_per_microbatch=sizes[0] if sizes else 1,
+            ),
+            profile=None,
+        )
+        searching = PlanningOptions(
+            tp_degrees=options.tp_degrees,
+            # The best plan under 1F1B needn't be the best under a solved schedule.
+            num_candidates=_SCHEDULED if facts.schedule.is_solved else 1,
+            # The run should start soon, and there are many cases to prepare for.
+            thorough=False,
+        )
+        return cls(
+            task=PlanningTask(
+                basis=basis, options=searching, sizes=tuple(sizes), schedule=facts.schedule
+            ),
+            batch=(length,) * samples,
+            is_described=options.cluster is not None,
             assumed=tuple(assumed),
-            schedule=facts.schedule,
         )
 
-    def without(
-        self, lost: Collection[int], options: AutoPlan, facts: RunFacts, seats: Sequence[Seat]
-    ) -> "Job":
+    @property
+    def basis(self) -> PlanBasis:
+        """All inputs of a plan's prediction but measured costs."""
+        return self.task.basis
+
+    def without(self, lost: Collection[int], facts: RunFacts, seats: Sequence[Seat]) -> "Job":
         """Return the job without some ranks; an iteration keeps its size."""
         left = [seat for rank, seat in enumerate(seats) if rank not in lost]
-        is_described = options.cluster is not None
-        cluster = self.cluster.without(lost) if is_described else cluster_of(left)
+        cluster = self.basis.cluster.without(lost) if self.is_described else cluster_of(left)
         cluster = corrected_cluster(_cluster_for(facts, cluster), left)
-        return replace(self, cluster=cluster, states=_states_of(facts, left))
+        basis = replace(self.basis, cluster=cluster, states=_states_of(facts, left))
+        return replace(self, task=replace(self.task, basis=basis))
 
-    def needs_no_search(self, options: AutoPlan) -> bool:
+    def measured(self, profile: Profile | None) -> PlanningTask:
+        """Return the search with measured costs; None searches by data sheets."""
+        return replace(self.task, basis=replace(self.basis, profile=profile))
+
+    def needs_no_search(self) -> bool:
         """Whether one pipeline per rank is best: devices are equal and have room for the model.
 
         Predicted from data sheets.
         """
-        if options.cluster is not None or len({node.device for node in self.cluster.nodes}) > 1:
+        basis = self.basis
+        if self.is_described or len({node.device for node in basis.cluster.nodes}) > 1:
             return False
         # With one micro-batch, gradients aren't summed over micro-batches.
-        states = replace(self.states, summed_bytes=self.states.gradient_bytes)
-        cost = RooflineCost(self.cluster, self.model, layout=states)
-        name = self.cluster.nodes[0].device
-        shape = StageShape(name, 1, self.model.num_layers, has_embedding=True, has_head=True)
-        batch = (self.sequence_length,) * self.batch_size
-        needed = cost.stage_memory(shape, self.cluster.num_ranks, [batch], 1)
+        states = replace(basis.states, summed_bytes=basis.states.gradient_bytes)
+        cost = RooflineCost(basis.cluster, basis.model, layout=states)
+        name = basis.cluster.nodes[0].device
+        shape = StageShape(name, 1, basis.model.num_layers, has_embedding=True, has_head=True)
+        needed = cost.stage_memory(shape, basis.cluster.num_ranks, [self.batch], 1)
         return needed.total <= cost.usable_bytes(name)
-
-    def tasks(self, options: AutoPlan, profile: Profile | None) -> tuple[PlanningTask, ...]:
-        """Return the search over sizes of micro-batches that divide the iteration, if any do."""
-        batch = self.batch_size * self.num_batches
-        sizes = tuple(sorted(size for size in self.microbatch_sizes if batch % size == 0))
-        if not sizes:
-            return ()
-        task = self.task(options, profile, sizes[0])
-        if self.schedule.is_solved:
-            # The best plan under 1F1B needn't be the best under a solved schedule.
-            more = replace(task.options, num_candidates=_SCHEDULED)
-            task = replace(task, options=more, schedule=self.schedule)
-        return (replace(task, sizes=sizes),)
-
-    def task(
-        self, options: AutoPlan, profile: Profile | None, microbatch_size: int
-    ) -> PlanningTask:
-        """Return the search for one size of micro-batches."""
-        basis = PlanBasis(
-            cluster=self.cluster,
-            model=self.model,
-            states=self.states,
-            workload=Workload(
-                sequence_length=self.sequence_length,
-                global_batch_size=self.batch_size * self.num_batches,
-                sequences_per_microbatch=microbatch_size,
-            ),
-            profile=profile,
-        )
-        # The run should start soon, and there are many cases to prepare for.
-        searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1, thorough=False)
-        return PlanningTask(basis=basis, options=searching)
 
 
 def _cluster_for(facts: RunFacts, cluster: Cluster) -> Cluster:
@@ -183,26 +171,24 @@ def num_batches_of(facts: RunFacts) -> int:
 
 def foresee(
     job: Job,
-    options: AutoPlan,
     facts: RunFacts,
     seats: Sequence[Seat],
-    tasks_of: Callable[[Job], Iterable[Task[object]]],
+    task_of: Callable[[Job], Task[object] | None],
 ) -> tuple[Task[object], ...]:
     """Return the tasks that this rank would have to solve if others were lost.
 
     Args:
         job: The present job.
-        options: The user's facts and choices.
         facts: The facts of the run.
         seats: Every rank's device, by global rank.
-        tasks_of: Returns the tasks of a job without the lost ranks.
+        task_of: Returns the task of a job without the lost ranks, if it needs one.
     """
-    found: list[Task[object]] = []
-    for lost in losses_to_plan_for(seats, facts.comms.global_rank):
-        left = job.without(lost, options, facts, seats)
-        if left.cluster.num_ranks > 1:
-            found += tasks_of(left)
-    return tuple(found)
+    jobs = [
+        job.without(lost, facts, seats)
+        for lost in losses_to_plan_for(seats, facts.comms.global_rank)
+    ]
+    tasks = [task_of(left) for left in jobs if left.basis.cluster.num_ranks > 1]
+    return tuple(task for task in tasks if task is not None)
 
 
 def _sizes_of(samples: int) -> tuple[int, ...]:

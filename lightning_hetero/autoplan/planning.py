@@ -44,6 +44,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
     bound_line,
     fitting_lines,
@@ -231,17 +232,17 @@ def make_plan(
         )
         return _plan_for_data(options, facts, model, seats, contingencies, choosing)
     job = facts.comms.on_rank_0(lambda: Job.of(options, facts, model, seats))
-    if not unequal and job.needs_no_search(options):
+    if not unequal and job.needs_no_search():
         return _data_parallel(
             facts, "data parallelism: the devices are equal and hold the whole model"
         )
     profile = _profile_of(options, job, seats, facts, _uniform_microbatches(job))
-    found = facts.comms.on_rank_0(lambda: _search(job, options, contingencies, profile))
+    found = facts.comms.on_rank_0(lambda: _search(job, contingencies, profile))
 
-    def tasks_of(left: Job) -> tuple[PlanningTask, ...]:
-        return () if left.needs_no_search(options) else left.tasks(options, profile)
+    def task_of(left: Job) -> PlanningTask | None:
+        return None if left.needs_no_search() or not left.task.sizes else left.measured(profile)
 
-    return replace(found, foreseen=foresee(job, options, facts, seats, tasks_of))
+    return replace(found, foreseen=foresee(job, facts, seats, task_of))
 
 
 def _plan_for_data(
@@ -256,21 +257,23 @@ def _plan_for_data(
     assert facts.data is not None
     data = facts.comms.on_rank_0(facts.data)
     samples = max(1, data.tokens_per_step // (data.typical * num_batches_of(facts)))
-    typical = replace(options, sequence_length=data.typical, batch_size=samples)
-    job = facts.comms.on_rank_0(lambda: Job.of(typical, facts, model, seats))
+    typical = replace(
+        options, sequence_length=data.typical, batch_size=samples, microbatch_sizes=(1,)
+    )
+    usual = replace(facts, schedule=Schedule.ONE_F_ONE_B)
+    job = facts.comms.on_rank_0(lambda: Job.of(typical, usual, model, seats))
     profile = _profile_of(options, job, seats, facts, _varied_microbatches(data.longest))
 
     def task_of(planned: Job) -> ProposalTask:
         return ProposalTask(
-            typical=planned.task(options, profile, 1),
+            typical=planned.measured(profile),
             lengths=tuple(data.lengths.tolist()),
             tokens_per_step=data.tokens_per_step,
             options=choosing,
         )
 
     found = facts.comms.on_rank_0(lambda: _propose(task_of(job), contingencies, data))
-    foreseen = foresee(job, options, facts, seats, lambda left: [task_of(left)])
-    return replace(found, foreseen=foreseen)
+    return replace(found, foreseen=foresee(job, facts, seats, task_of))
 
 
 def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
@@ -282,7 +285,7 @@ def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
 
 def _uniform_microbatches(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the micro-batches to measure if all samples have one length."""
-    shapes = [(job.sequence_length,) * size for size in sorted(job.microbatch_sizes)]
+    shapes = [job.batch[:1] * size for size in job.task.sizes or (1,)]
     small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS]
     return tuple(small or shapes[:1])
 
@@ -308,7 +311,7 @@ def _profile_of(
 
         def read() -> Profile:
             profile = given if isinstance(given, Profile) else Profile.load(given)
-            profile.check(model=job.model, max_age=age)
+            profile.check(model=job.basis.model, max_age=age)
             return profile
 
         return facts.comms.on_rank_0(read)
@@ -317,23 +320,22 @@ def _profile_of(
     measured = ProfileOptions(
         microbatches=microbatches, tp_degrees=options.tp_degrees, max_block=4, num_repeats=7
     )
-    return profile_seats(job.model, measured, seats, facts.comms, facts.device)
+    return profile_seats(job.basis.model, measured, seats, facts.comms, facts.device)
 
 
-def _search(
-    job: Job, options: AutoPlan, contingencies: Contingencies, profile: Profile | None
-) -> AutoPlanned:
+def _search(job: Job, contingencies: Contingencies, profile: Profile | None) -> AutoPlanned:
+    task = job.measured(profile)
     found: PlanningResult | PlanningError = PlanningError("No micro-batch size divides the batch.")
-    for task in job.tasks(options, profile):
-        found, basis = contingencies.solve(task), task.basis
+    if task.sizes:
+        found = contingencies.solve(task)
     if isinstance(found, PlanningError):
         raise PlanningError(
             f"{found} To run it all the same, give a plan: HeteroStrategy(plan=...)."
         )
     return AutoPlanned(
         plan=found.best.plan,
-        basis=replace(basis, workload=found.workload),
-        summary=_summary(job, found, basis),
+        basis=replace(task.basis, workload=found.workload),
+        summary=_summary(job, found, task.basis),
         simulation=found.best.simulation,
         lower_bound_s=found.lower_bound_s,
     )

@@ -34,7 +34,6 @@ from lightning_hetero.simulator import (
     plan_table,
     prediction_lines,
     simulate,
-    simulated_facts,
     usable_bytes,
 )
 
@@ -109,7 +108,7 @@ class StartUp:
         )
 
     @cached_property
-    def stage_facts(self) -> list[list[StageFacts]]:
+    def stage_facts(self) -> Sequence[Sequence[StageFacts]]:
         """Predictions for each stage, [pipeline][stage]; memory as far as sizes are known.
 
         Memory doesn't depend on a device's speed, so devices without a data sheet have it, too.
@@ -179,7 +178,7 @@ class StartUp:
     def _counts(self) -> tuple[int, ...]:
         return self.plan.count_microbatches(self.num_microbatches)
 
-    def _counted_facts(self) -> list[list[StageFacts]]:
+    def _counted_facts(self) -> Sequence[Sequence[StageFacts]]:
         """Return each stage's device and the memory of its fullest rank, without activations."""
         used = state_memory(self.plan, self.facts, self.specs, self.slices)
         found = []
@@ -201,12 +200,11 @@ class StartUp:
     def _flops_per_s(self, device: DeviceSpec) -> float:
         return device.flops_per_s(self.facts.state_layout().computes_in)
 
-    def _expect(self) -> tuple[list[list[StageFacts]], list[str]]:
+    def _expect(self) -> tuple[Sequence[Sequence[StageFacts]], list[str]]:
         """Return the expected facts of each stage, and lines on the expected iteration."""
         auto = self._planned
         if auto is not None and auto.simulation is not None:
-            assert auto.basis is not None
-            return simulated_facts(self.plan, auto.basis.cost(), auto.simulation), [auto.summary]
+            return auto.simulation.stages, [auto.summary]
         lines = [] if auto is None else [auto.summary]
         if (longest := self._longest_microbatches) is not None:
             return self._filled_facts(longest), [*lines, _longest_line(longest)]
@@ -225,14 +223,14 @@ class StartUp:
         candidates = None if self.auto is None else self.auto.candidates
         return None if candidates is None else candidates.longest_microbatches(self.plan)
 
-    def _filled_facts(self, longest: Sequence[MicroBatchShape]) -> list[list[StageFacts]]:
+    def _filled_facts(self, longest: Sequence[MicroBatchShape]) -> Sequence[Sequence[StageFacts]]:
         """Return the facts of each stage if all micro-batches are as long as possible."""
         assert self.auto is not None
         assert self.auto.basis is not None
         cost = self.auto.basis.cost()
         pairs = zip(longest, self.plan.pipelines, strict=True)
         work = [[microbatch] * pipeline.num_stages for microbatch, pipeline in pairs]
-        found = simulated_facts(self.plan, cost, simulate(self.plan, cost, work))
+        found = simulate(self.plan, cost, work).stages
         return [[item._replace(busy=None) for item in row] for row in found]
 
     def _unknown(self) -> str | None:
@@ -251,7 +249,7 @@ class StartUp:
     def _model(self) -> ModelSpec | None:
         return infer_model_spec(self.facts.module, self.facts.layout)
 
-    def _simulate(self) -> tuple[list[list[StageFacts]], list[str]]:
+    def _simulate(self) -> tuple[Sequence[Sequence[StageFacts]], list[str]]:
         sizes, counts = self.facts.sizes(), self._counts()
         assert self._model is not None
         assert sizes.samples is not None
@@ -267,7 +265,7 @@ class StartUp:
             *model_lines(cost),
             f"limited by      {simulation.bottleneck}",
         ]
-        return simulated_facts(self.plan, cost, simulation), lines
+        return simulation.stages, lines
 
 
 def _longest_line(longest: Sequence[MicroBatchShape]) -> str:

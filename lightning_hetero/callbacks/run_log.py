@@ -40,7 +40,7 @@ from lightning_hetero.strategy.run import Ranks, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
-    from lightning_hetero.runtime.generation.records import Generation
+    from lightning_hetero.runtime.generation.log import Generation
 
 __all__ = ["RunLog", "read_log"]
 

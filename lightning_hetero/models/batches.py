@@ -101,6 +101,9 @@ def count_samples(batch: Any) -> int:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return all tensors of a batch."""
+    parts = [*batch.values()] if type(batch) is dict else batch
+    if isinstance(parts, list | tuple) and all(type(part) is Tensor for part in parts):
+        return [*parts]  # As most batches are: pytree would take ten times as long.
     return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
 
 

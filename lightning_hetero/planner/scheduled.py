@@ -233,7 +233,8 @@ def _problem(
     for own, usual in zip(stages_by_worker(workers), usual_held(workers), strict=True):
         layers, first = [len(pipeline.stages[stage].layers) for stage in own], own[0]
         each = (many[first].total - few[first].total) / count
-        room = count + (known.usable_bytes[first] - few[first].total) / each if each else count
+        left = cost.usable_bytes(known.shapes[first].device) - few[first].total
+        room = count + left / each if each else count
         if any(pipeline.stages[stage].activation_budget_bytes is not None for stage in own):
             room = 0  # The budget is for as many as 1F1B holds.
         rooms.append(longest * max(room, usual))

@@ -1,12 +1,9 @@
 """Seed, save and restore the generators of torch, NumPy and Python, independently of the plan."""
 
-import ctypes
 import hashlib
 import random
 import struct
-import sys
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,62 +92,6 @@ class TorchState(NamedTuple):
             torch.cuda.set_rng_state(self.cuda)
 
 
-_NumpyState = tuple[str, Any, int, int, float]
-"""As `numpy.random.get_state` returns it: kind, keys, position, has_gauss, gauss."""
-_KIND, _NUM_KEYS, _POSITION_BYTES = "MT19937", 624, 4
-_NUM_BYTES = 4 * _NUM_KEYS + _POSITION_BYTES
-
-
-def _numpy_state() -> _NumpyState:
-    """Return the state of NumPy's global generator, much faster than NumPy's own function.
-
-    NumPy reads the keys one by one. Here their memory is copied, whose address NumPy gives. Whether
-    the generator keeps a second normal number, only a draw shows: if so, the draw returns that
-    number and leaves the memory as it is.
-    """
-    if not _is_memory_known():
-        told: Any = np.random.get_state()
-        return told  # type: ignore[no-any-return]
-    address = _bit_generator().ctypes.state_address
-    before = ctypes.string_at(address, _NUM_BYTES)
-    drawn = float(np.random.standard_normal())
-    has_gauss = ctypes.string_at(address, _NUM_BYTES) == before
-    keys = np.frombuffer(before, np.uint32, _NUM_KEYS)
-    position = int.from_bytes(before[-_POSITION_BYTES:], sys.byteorder)
-    state = _KIND, keys, position, int(has_gauss), drawn if has_gauss else 0.0
-    _set_numpy_state(state)
-    return state
-
-
-def _set_numpy_state(state: _NumpyState) -> None:
-    """Restore a state of NumPy's global generator."""
-    kind, keys, position, has_gauss, _ = state
-    if has_gauss or kind != _KIND or not _is_memory_known():
-        np.random.set_state(state)
-        return
-    np.random.seed(0)  # Drops a second normal number that it may keep.
-    memory = keys.tobytes() + position.to_bytes(_POSITION_BYTES, sys.byteorder)
-    ctypes.memmove(_bit_generator().ctypes.state_address, memory, _NUM_BYTES)
-
-
-def _bit_generator() -> Any:
-    """Return what NumPy's global functions draw from."""
-    public: Any = np.random  # Its types leave the function out.
-    return public.get_bit_generator()
-
-
-def _is_memory_known() -> bool:
-    return type(_bit_generator()) is np.random.MT19937 and _is_laid_out_as_known()
-
-
-@cache
-def _is_laid_out_as_known() -> bool:
-    """Whether the memory of NumPy's generator holds its keys and then its position."""
-    told: Any = np.random.get_state()
-    memory = told[1].tobytes() + told[2].to_bytes(_POSITION_BYTES, sys.byteorder)
-    return bool(ctypes.string_at(_bit_generator().ctypes.state_address, _NUM_BYTES) == memory)
-
-
 class RandomState(NamedTuple):
     """The states of all generators of this process, on all of its devices."""
 
@@ -164,7 +105,7 @@ class RandomState(NamedTuple):
     def now(cls) -> "RandomState":
         """Return the states as they are."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return cls(torch.get_rng_state(), cuda, _numpy_state(), random.getstate())
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RandomState":
@@ -190,7 +131,7 @@ class RandomState(NamedTuple):
         torch.set_rng_state(self.torch)
         if self.cuda and len(self.cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self.cuda)
-        _set_numpy_state(self.numpy)
+        np.random.set_state(self.numpy)
         random.setstate(self.python)
 
 
@@ -198,13 +139,13 @@ class GeneratorStates:
     """The present states of all generators that `seed_everything` seeds."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), _numpy_state()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
         self._torch = TorchState.now()
 
     def put_back(self) -> None:
         """Make them so again."""
         random.setstate(self._python)
-        _set_numpy_state(self._numpy)
+        np.random.set_state(self._numpy)
         self._torch.put_back()
 
     def have_changed(self) -> bool:

@@ -17,13 +17,13 @@ from lightning_hetero.simulator.memory import (
     MemoryCorrection,
     MemoryTerms,
     MicroBatchShape,
+    StageFacts,
     usable_bytes,
 )
 from lightning_hetero.simulator.pictures import plot_timeline
 from lightning_hetero.simulator.report import (
     TERM_NAMES,
     PlanTable,
-    StageFacts,
     bound_line,
     devices_line,
     fitting_lines,
@@ -33,7 +33,6 @@ from lightning_hetero.simulator.report import (
     plan_table,
     precision_notes,
     prediction_lines,
-    simulated_facts,
     tuning_notes,
 )
 from lightning_hetero.simulator.simulate import (
@@ -72,7 +71,6 @@ __all__ = [
     "precision_notes",
     "prediction_lines",
     "simulate",
-    "simulated_facts",
     "split_batch",
     "tuning_notes",
     "usable_bytes",

@@ -19,6 +19,7 @@ __all__ = [
     "MemoryCorrection",
     "MemoryTerms",
     "MicroBatchShape",
+    "StageFacts",
     "held_tokens",
     "in_flight_tokens",
     "push_buffer_bytes",
@@ -163,6 +164,42 @@ def usable_bytes(memory_bytes: float) -> float:
 def whole_bytes(usable: int) -> int:
     """Return the memory of a device with this many usable bytes: the inverse of `usable_bytes`."""
     return int(min((usable + 2**30) / 0.96, usable / 0.9))
+
+
+class StageFacts(NamedTuple):
+    """Device, memory and load of one stage; None where unknown."""
+
+    device: str
+    """The type of its devices, the slowest if they differ."""
+    memory: MemoryTerms | None = None
+    """The bytes that each of its ranks needs, by terms."""
+    device_bytes: float | None = None
+    """All memory of its device."""
+    busy: float | None = None
+    """Share of the iteration in which it computes, 0 to 1."""
+    recompute_s: float = 0.0
+    """Seconds of recomputation in an iteration, part of its computation."""
+
+    @property
+    def used_bytes(self) -> float | None:
+        """Memory that each of its ranks needs."""
+        return None if self.memory is None else self.memory.total
+
+    @property
+    def reserved_bytes(self) -> float | None:
+        """Memory of its device that no plan fills."""
+        return None if self.device_bytes is None else reserved_bytes(self.device_bytes)
+
+    @property
+    def usable_bytes(self) -> float | None:
+        """Memory of its device that a plan may fill."""
+        return None if self.device_bytes is None else usable_bytes(self.device_bytes)
+
+    @property
+    def lacking_bytes(self) -> float:
+        """Memory that its device lacks, 0 or less if it lacks none or it isn't known."""
+        used, usable = self.used_bytes, self.usable_bytes
+        return 0.0 if used is None or usable is None else used - usable
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
+    StageFacts,
     held_tokens,
     in_flight_tokens,
 )
@@ -124,10 +125,16 @@ class PipelineWork:
             for index in range(len(self.shapes))
         )
 
-    @cached_property
-    def usable_bytes(self) -> tuple[float, ...]:
-        """Memory of each stage's devices that a plan may fill."""
-        return tuple([self._cost.usable_bytes(shape.device) for shape in self.shapes])
+    def facts(self, busy: Sequence[float]) -> tuple[StageFacts, ...]:
+        """Return the facts of each stage, given the share of the iteration in which it computes."""
+        cost, names = self._cost, [shape.device for shape in self.shapes]
+        columns = zip(names, self.memory, busy, self.recompute_s, strict=True)
+        return tuple(
+            [
+                StageFacts(name, memory, cost.device(name).memory_bytes, share, again_s)
+                for name, memory, share, again_s in columns
+            ]
+        )
 
     @cached_property
     def memory(self) -> tuple[MemoryTerms, ...]:

@@ -28,8 +28,9 @@ from lightning_hetero.straggler.events import DecisionKind, Finding, Mitigation
 from lightning_hetero.straggler.prediction import RunPrediction, move_ranks
 
 __all__ = [
+    "NOTHING",
     "Decision",
-    "MitigationPolicy",
+    "FaultAccount",
     "PolicyConfig",
     "PossibleMitigation",
     "find_mitigations",
@@ -40,7 +41,6 @@ __all__ = [
 _Change = Callable[[ParallelPlan], ParallelPlan]
 _Moves = dict[int, int]
 """{rank: taker}: the rank that takes over each moved rank's place."""
-_LADDER = tuple(Mitigation)
 _MOST_SWAPS = 4
 _PREDICTIONS = 64
 """Largest number of candidates that are predicted for each swap; the most promising ones."""
@@ -72,7 +72,7 @@ class PossibleMitigation:
     """Ranks that a restart should leave out."""
 
 
-_NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
+NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
 
 
 def find_mitigations(
@@ -272,122 +272,103 @@ class PolicyConfig:
     """Initial estimate for S2b, S3 and their undoing, seconds: tables, buffers and a first pull."""
     restart_cost_s: float = 300.0
     """Cost of S4, seconds: checkpoint, new processes, loading; about 1 in place."""
-    allowed: tuple[Mitigation, ...] = _LADDER
+    allowed: tuple[Mitigation, ...] = tuple(Mitigation)
     """The allowed steps: with S1 alone, faults are found and reported, and nothing is done."""
 
     def __post_init__(self) -> None:
-        if any(not cost > 0.0 for cost in self.costs_s.values()):
+        costs_s = self.rebalance_cost_s, self.swap_cost_s, self.restart_cost_s
+        if any(not cost > 0.0 for cost in costs_s):
             raise ConfigurationError(
-                f"Mitigation costs are {tuple(self.costs_s.values())} s; each must be above 0. "
-                "Forbid a step by leaving it out of `allowed`."
+                f"Mitigation costs are {costs_s} s; each must be above 0. Forbid a step by leaving "
+                "it out of `allowed`."
             )
 
     @property
     def costs_s(self) -> dict[Mitigation, float]:
-        """The estimated cost of each step, seconds."""
-        return {
+        """What each allowed step is thought to cost, seconds."""
+        costs_s = {
             Mitigation.REBALANCE: self.rebalance_cost_s,
             Mitigation.REPLAN: self.swap_cost_s,
             Mitigation.SWAP: self.swap_cost_s,
             Mitigation.RESTART: self.restart_cost_s,
         }
+        return {step: cost_s for step, cost_s in costs_s.items() if step in self.allowed}
 
 
-class MitigationPolicy:
-    """Ski rental: `begin` once per fault, `decide` before each slow iteration, `end` once.
+class FaultAccount:
+    """What one fault has cost so far, and would have cost under each step: ski rental.
 
-    It changes nothing itself: the caller carries out a decision of kind APPLY or UNDO and reports
-    its cost with `record_cost`. Only the leader has a policy (see `watch`). During a fault it only
-    goes to higher steps; the end of the fault undoes them.
+    It changes nothing itself: the caller carries out a decision of kind APPLY or UNDO. Only the
+    leader has one (see `watch`). It only climbs to higher steps; the end of the fault undoes them.
+
+    Args:
+        healthy_s: Iteration time without the fault, seconds.
+        slow_s: Iteration time with the fault and without any mitigation, seconds.
+        possible: The mitigations that are possible; S1 always is and need not be named.
+        costs_s: What each allowed step is known to cost, seconds.
     """
 
-    def __init__(self, config: PolicyConfig | None = None) -> None:
-        self.config = config or PolicyConfig()
-        self._costs_s = self.config.costs_s
-        self._in_force: PossibleMitigation | None = None
-        self._healthy_s = 0.0
-        self._num_slow = 0
-        self._lost_s: dict[Mitigation, float] = {}
-
-    @property
-    def mitigation(self) -> Mitigation:
-        """The step in force."""
-        return (self._in_force or _NOTHING).mitigation
-
-    def record_cost(self, mitigation: Mitigation, cost_s: float) -> None:
-        """Include a measured cost: the known cost of the step becomes the mean of both."""
-        self._costs_s[mitigation] = 0.5 * (self._costs_s[mitigation] + cost_s)
-
-    def cost_s(self, mitigation: Mitigation) -> float:
-        """Return the known or estimated cost of a step, seconds."""
-        return self._costs_s[mitigation]
-
-    def begin(self, *, healthy_s: float) -> None:
-        """Note that a fault began; `healthy_s` is the iteration time without it.
-
-        If a second fault begins before the first has ended, it only goes to higher steps.
-        """
-        if self._in_force is None:
-            self._in_force = _NOTHING
-            self._healthy_s = healthy_s
-            self._num_slow = 0
-            self._lost_s = dict.fromkeys(_LADDER, 0.0)
-
-    def decide(
-        self, *, unmitigated_s: float, possible: Sequence[PossibleMitigation] = ()
-    ) -> Decision:
-        """Decide under which step the next iteration, which will be slow, runs.
-
-        Args:
-            unmitigated_s: Iteration time with the fault and without any mitigation, seconds.
-            possible: The mitigations that are possible now; S1 always is and needn't be listed.
-        """
-        assert self._in_force is not None, "a fault begins with begin()"
-        self._num_slow += 1
-        choices = {item.mitigation: item for item in possible}
-        self._charge(unmitigated_s, choices)
-        present, totals = self.mitigation, self._totals(choices)
-        best = min(totals, key=lambda step: (totals[step], -_LADDER.index(step)))
-        lost = f"{self._lost_s[Mitigation.IGNORE]:.2f} s lost over {self._num_slow} slow iterations"
-        if _LADDER.index(best) > _LADDER.index(present):
-            self._in_force = choices[best]
-            reason = f"{lost}, of which {self._saved(present, best)}: it pays"
-            return Decision(kind=DecisionKind.APPLY, choice=choices[best], reason=reason)
-        above = [step for step in totals if _LADDER.index(step) > _LADDER.index(present)]
-        saved = " and ".join(self._saved(present, step) for step in above)
-        reason = f"{lost}, {f'of which {saved}' if saved else 'and no further step is possible'}"
-        return Decision(kind=DecisionKind.KEEP, choice=self._in_force, reason=reason)
-
-    def _saved(self, present: Mitigation, step: Mitigation) -> str:
-        saved_s = self._lost_s[present] - self._lost_s[step]
-        return f"{step.value} would have saved {saved_s:.2f} s for {self._costs_s[step]:.2f} s"
-
-    def end(self) -> Decision:
-        """Note that the fault has ended; decide to undo the step in force, if there is one."""
-        undone, self._in_force = self._in_force or _NOTHING, None
-        # S1 has nothing to undo, and a restart can't be undone.
-        kind = DecisionKind.UNDO if undone.plans else DecisionKind.KEEP
-        reason = f"the cause ended after {self._num_slow} slow iterations"
-        return Decision(kind=kind, choice=undone, reason=reason)
-
-    def _charge(
-        self, unmitigated_s: float, choices: Mapping[Mitigation, PossibleMitigation]
+    def __init__(
+        self,
+        healthy_s: float,
+        slow_s: float,
+        possible: Sequence[PossibleMitigation],
+        costs_s: Mapping[Mitigation, float],
     ) -> None:
-        """Add the loss of the next iteration to the total of every step."""
-        loss_s = max(0.0, unmitigated_s - self._healthy_s)
-        for step in _LADDER:
+        self.slow_s = slow_s
+        self.in_force = self._below = NOTHING
+        self._num_slow = 0
+        self._costs_s = costs_s
+        self._choices = {item.mitigation: item for item in possible if item.mitigation in costs_s}
+        self._losses_s: dict[Mitigation, float] = {}
+        """What an iteration loses under each step."""
+        loss_s = max(0.0, slow_s - healthy_s)
+        for step in Mitigation:
             # A more expensive step that does worse wouldn't be taken: the cheaper one's loss
             # counts.
-            if step in choices:
-                loss_s = min(loss_s, max(0.0, choices[step].iteration_s - self._healthy_s))
-            self._lost_s[step] += loss_s
+            if step in self._choices:
+                loss_s = min(loss_s, max(0.0, self._choices[step].iteration_s - healthy_s))
+            self._losses_s[step] = loss_s
 
-    def _totals(self, choices: Collection[Mitigation]) -> dict[Mitigation, float]:
-        """Return B_k + L_k of the possible steps, from the present one up."""
-        possible = set(choices) & set(self.config.allowed)
-        total_s, totals = 0.0, {}
-        for step in _LADDER:
-            if step in possible or step in (Mitigation.IGNORE, self.mitigation):
-                total_s += self._costs_s.get(step, 0.0)
-                totals[step] = total_s + self._lost_s[step]
-        return totals
+    def decide(self) -> Decision:
+        """Count one more slow iteration, and decide under which step it runs."""
+        self._num_slow += 1
+        above = [step for step in Mitigation if step in self._choices and self._is_above(step)]
+        totals = dict.fromkeys([self.in_force.mitigation, *above], 0.0)
+        total_cost_s = 0.0
+        for step in totals:
+            total_cost_s += self._costs_s[step] if step in above else 0.0
+            totals[step] = total_cost_s + self._lost_s(step)
+        *_, best = (step for step in totals if totals[step] <= min(totals.values()))
+        lost_s = self._lost_s(Mitigation.IGNORE)
+        lost = f"{lost_s:.2f} s lost over {self._num_slow} slow iterations"
+        if best in above:
+            reason = f"{lost}, of which {self._saved(best)}: it pays"
+            self._below, self.in_force = self.in_force, self._choices[best]
+            return Decision(kind=DecisionKind.APPLY, choice=self.in_force, reason=reason)
+        saved = " and ".join(map(self._saved, above))
+        reason = f"{lost}, {f'of which {saved}' if saved else 'and no further step is possible'}"
+        return Decision(kind=DecisionKind.KEEP, choice=self.in_force, reason=reason)
+
+    def refuse_plans(self) -> None:
+        """Note that the step just taken can't be done here, nor any other that changes plans."""
+        self.in_force = self._below
+        self._choices = {step: item for step, item in self._choices.items() if not item.plans}
+
+    def end(self) -> Decision:
+        """Decide to undo the step in force, if there is one, as the fault has ended."""
+        # There is nothing to undo of S1, and a restart is not undone.
+        kind = DecisionKind.UNDO if self.in_force.plans else DecisionKind.KEEP
+        reason = f"the cause ended after {self._num_slow} slow iterations"
+        return Decision(kind=kind, choice=self.in_force, reason=reason)
+
+    def _is_above(self, step: Mitigation) -> bool:
+        ladder = list(Mitigation)
+        return ladder.index(step) > ladder.index(self.in_force.mitigation)
+
+    def _lost_s(self, step: Mitigation) -> float:
+        return self._num_slow * self._losses_s[step]
+
+    def _saved(self, step: Mitigation) -> str:
+        saved_s = self._lost_s(self.in_force.mitigation) - self._lost_s(step)
+        return f"{step.value} would have saved {saved_s:.2f} s for {self._costs_s[step]:.2f} s"

@@ -41,8 +41,9 @@ from lightning_hetero.straggler.events import (
 )
 from lightning_hetero.straggler.locate import are_alike
 from lightning_hetero.straggler.mitigation import (
+    NOTHING,
     Decision,
-    MitigationPolicy,
+    FaultAccount,
     PolicyConfig,
     PossibleMitigation,
 )
@@ -123,14 +124,13 @@ class RunWatch:
         self._report = report
         self._say = say
         self._levels = LevelWatch()
-        self._policy = MitigationPolicy(config.policy)
+        self._costs_s = config.policy.costs_s
         self._step = 0
         self._since_look_s = 0.0
         self._look_s = math.inf
         self._change: ChangeEvent | None = None
         self._healthy_s = math.nan
-        self._slow_s = math.nan
-        self._possible: tuple[PossibleMitigation, ...] = ()
+        self._fault: FaultAccount | None = None
         self._decision: Decision | None = None
         self._transition: _Transition | None = None
         self._said_why = False
@@ -144,7 +144,7 @@ class RunWatch:
     @property
     def mitigation(self) -> Mitigation:
         """The mitigation in force."""
-        return self._policy.mitigation
+        return (NOTHING if self._fault is None else self._fault.in_force).mitigation
 
     def base_s(self) -> float:
         """Return the median iteration time before the fault, seconds; NaN if unknown."""
@@ -197,7 +197,7 @@ class RunWatch:
         if has_link and self._look_s <= self._config.recheck_share * self._since_look_s:
             self.since_step = step - _RECENT + 1
             return Order.LOOK
-        return Order.ACT if self.known and self._decide() else Order.GO_ON
+        return Order.ACT if self._fault and self._decide(self._fault) else Order.GO_ON
 
     def _changed(self, event: ChangeEvent) -> Order:
         self._report(event)
@@ -233,20 +233,20 @@ class RunWatch:
                 self._next_looks = tuple(self._step + after for after in _LOOK_AGAIN)
                 self._say(f"{format_message(change)}; no rank and no link stands out")
             return
-        if self.known:
-            self._end(change)
+        if self._fault is not None:
+            self._end(change, self._fault)
         self.known = tuple(replace(finding, step=self._step) for finding in findings)
         if findings:
             self._change = replace(change, where=where, step=self._step)
-            self._begin(self._change, tuple(find_mitigations()))
+            self._begin(self._change, find_mitigations())
 
     def judge(self, possible: Sequence[PossibleMitigation]) -> None:
         """Adopt the best of the plans that are possible without a fault, if it pays."""
-        allowed = [item for item in possible if item.mitigation in self._config.policy.allowed]
+        allowed = [item for item in possible if item.mitigation in self._costs_s]
         best = min(allowed, key=lambda item: item.iteration_s, default=None)
         if best is None or self._plan_since is None:
             return
-        now_s, cost_s = self.base_s(), self._policy.cost_s(best.mitigation)
+        now_s, cost_s = self.base_s(), self._costs_s[best.mitigation]
         lost_s = (now_s - best.iteration_s) * (self._step - self._plan_since)
         if best.iteration_s <= (1.0 - _LEAST_GAIN) * now_s and lost_s >= cost_s:
             reason = f"another would have saved {lost_s:.2f} s, a change costs {cost_s:.2f} s"
@@ -255,41 +255,40 @@ class RunWatch:
             choice = replace(best, is_lasting=True)
             self._take(Decision(kind=DecisionKind.APPLY, choice=choice, reason=reason), now_s)
 
-    def _begin(self, change: ChangeEvent, possible: tuple[PossibleMitigation, ...]) -> None:
+    def _begin(self, change: ChangeEvent, possible: Sequence[PossibleMitigation]) -> None:
         for finding in self.known:
             self._report(finding)
         self._say(format_message(change, self.known))
         self._healthy_s = self.base_s()
-        self._slow_s = self._levels.since_s(change.onset_step)
-        self._possible = possible
+        slow_s = self._levels.since_s(change.onset_step)
+        self._fault = FaultAccount(self._healthy_s, slow_s, possible, self._costs_s)
         self._said_why = False
-        self._policy.begin(healthy_s=self._healthy_s)
         # Time lost before the cause was known counts, too.
         for _ in range(change.onset_step, self._step):
-            if self._decide():
+            if self._decide(self._fault):
                 break
 
-    def _end(self, change: ChangeEvent) -> None:
+    def _end(self, change: ChangeEvent, fault: FaultAccount) -> None:
         self._change = replace(
             change,
             kind=ChangeKind.RECOVERY,
             step=self._step,
             onset_step=self.since_step,
-            before=self._slow_s,
+            before=fault.slow_s,
             after=self._healthy_s,
         )
-        decision = self._policy.end()
-        was_done = decision.kind is DecisionKind.UNDO and decision.choice in self._possible
-        self._decision = decision if was_done and not self._config.dry_run else None
+        self._fault, decision = None, fault.end()
+        was_done = decision.kind is DecisionKind.UNDO and not self._config.dry_run
+        self._decision = decision if was_done else None
         if self._decision is None:
             self._note(decision, dry_run=self._config.dry_run)
             self._say(format_message(self._change))
 
-    def _decide(self) -> bool:
-        """Let the policy count one slow iteration; return whether there is something to do."""
-        decision = self._policy.decide(unmitigated_s=self._slow_s, possible=self._possible)
+    def _decide(self, fault: FaultAccount) -> bool:
+        """Count one slow iteration of a fault; return whether there is something to do."""
+        decision = fault.decide()
         if decision.kind is DecisionKind.APPLY:
-            return self._take(decision, self._slow_s)
+            return self._take(decision, fault.slow_s)
         if not self._said_why:
             self._said_why = True
             self._note(decision, dry_run=self._config.dry_run)
@@ -326,7 +325,8 @@ class RunWatch:
         change.call_s = call_s
         if refusal is not None:
             self._transition, self._plan_since = None, -math.inf
-            self._possible = tuple(item for item in self._possible if not item.plans)
+            if self._fault is not None:
+                self._fault.refuse_plans()
             event = self._note(change.decision)
             self._say(f"{event.mitigation.value} can't be done here. {refusal}")
         elif not change.decision.choice.plans:
@@ -345,7 +345,8 @@ class RunWatch:
         cost_s = change.call_s + max(0.0, first_s - after_s)
         decision, choice = change.decision, change.decision.choice
         if cost_s > 0.0:
-            self._policy.record_cost(choice.mitigation, cost_s)
+            # The known cost becomes the mean of both.
+            self._costs_s[choice.mitigation] += 0.5 * (cost_s - self._costs_s[choice.mitigation])
         self._levels.settle()
         if not self.known:
             self._levels.forget()

@@ -6,9 +6,9 @@ Then another fit follows:
 1. The failure detector is paused, the old generation's groups are closed, and this rank's part of
    the last step is kept in memory (`checkpoint.live`).
 2. The fit ends as Lightning ends it: `teardown` of strategy, loops, callbacks and data module.
-3. The remaining ranks form the next generation (`runtime.generation.membership`), together with
-   joiners that wait (`runtime.generation.joiners`). If ranks have stopped between two steps to let
-   some join or leave, this comes first, so that no rank closes connections that others still use.
+3. The remaining ranks form the next generation, together with joiners that wait
+   (`runtime.generation.membership`). If ranks have stopped between two steps to let some join or
+   leave, this comes first, so that no rank closes connections that others still use.
 4. Random state, loops and flags are set back to what they were before the first fit.
 5. Callbacks get `on_generation(trainer, old, new)`, and the fit begins as after any restart:
    processes connect, a plan is made for the remaining ranks, and the state comes from what they

@@ -57,6 +57,8 @@ class HookedStrategy(ConnectedStrategy):
         super().__init__(processes, start_method=start_method, **options)
         self._slices = slices
         self._failed = False
+        self._shows_early = False
+        """Whether hooks get the slices between a training step and its backward."""
         self._num_changes = 0
         self._restored: RestoredState | None = None
         """The state that Lightning restores next, in place of a checkpoint file."""
@@ -166,7 +168,7 @@ class HookedStrategy(ConnectedStrategy):
         if members is not None and described and not self.has_trained:
             members.tell_layer_call(described)
         self.has_trained = True
-        if sees_early(self._module, *self._trainer.callbacks):
+        if self._shows_early:
             self.hooked_slices.enter()
         return trained
 
@@ -229,6 +231,7 @@ class HookedStrategy(ConnectedStrategy):
     @override
     def on_train_start(self) -> None:
         self._restored = None
+        self._shows_early = sees_early(self._module, *self._trainer.callbacks)
         self.has_begun_training = True
         self._processes.begin_training()
         self.engine.mark_weights_stale()

@@ -27,8 +27,8 @@ from lightning_hetero.runtime.generation.entering import (
     join_membership,
     open_membership,
 )
+from lightning_hetero.runtime.generation.log import Generation
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import Generation
 from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
     check_queues,
@@ -158,7 +158,7 @@ class Processes:
         else:
             assert self._environment is not None
             rank, world_size = self._environment.global_rank(), self._environment.world_size()
-            ring = Ring(numbers=tuple(range(world_size)), rank=rank, bulletin=self._membership)
+            ring = Ring(numbers=tuple(range(world_size)), rank=rank)
             beat_s = interval_s(self._timeout.total_seconds())
             self._heartbeat = Heartbeat(self._connect_store(), number=rank, interval_s=beat_s)
         assert self._heartbeat is not None
@@ -346,16 +346,12 @@ class Processes:
             PeerError: The others go on without this process, or the store is gone.
         """
         self._stop_judging()
-        membership, heartbeat, silence = self._membership, self._heartbeat, self._silence
+        membership = self._membership
         assert membership is not None
-        assert heartbeat is not None
-        assert silence is not None
         with ended_when_late(
             membership.number, "the membership's store", _FORMING * membership.patience_s
         ):
-            return membership.form_next(
-                heartbeat, silence.total_seconds(), leaving, calls_joiners=calls_joiners
-            )
+            return membership.form_next(leaving, calls_joiners=calls_joiners)
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
         """Enter a generation that has formed; return the environment that knows its ranks."""

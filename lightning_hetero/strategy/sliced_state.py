@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
     from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.runtime.setup.layout import Slot
-    from lightning_hetero.runtime.slices.known_by_shape import Awaited
+    from lightning_hetero.runtime.slices.known_by_shape import StandIn
     from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = ["SlicedState", "move_buffers", "read_checkpoint"]
@@ -84,8 +84,8 @@ class SlicedState:
         """Gives hooks access to the slices; there from `begin` to `end`."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
-        self._awaited: list[tuple[Slot, Awaited]] = []
-        """Placeholders for the module's slices between two generations of a run."""
+        self._awaited: list[tuple[Slot, StandIn]] = []
+        """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
         """Whether the slices' values still have to be recovered."""
 

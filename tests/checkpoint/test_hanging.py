@@ -30,6 +30,7 @@ from tests.checkpoint.states import (
     disk,
     needs_of,
     recover,
+    remote,
     run_ranks,
     save_all,
     write,
@@ -215,3 +216,31 @@ def test_a_disk_that_hangs_while_copies_travel_costs_that_copy_alone(side: str) 
         [any(f"part-{part:05d}.json" in name for name in store.files) for part in range(3)]
         for store in stores
     ] == [[True, False, True], [True, True, False], [False, True, True]]
+
+
+def test_an_upload_that_hangs_on_one_rank_is_given_up_on_all_and_later_ones_are_whole() -> None:
+    """What wakes up later finds that it is too late, and no local save has waited for it."""
+    cloud = MemoryStore()
+    hanging = Hanging(lambda verb, name: verb == "write" and "part-00001.weights" in name)
+    tiers = [[disk(MemoryStore()), remote(store)] for store in (cloud, FaultyStore(cloud, hanging))]
+
+    def save(rank: int, writer: CheckpointWriter) -> None:
+        saved = [writer.save(contents(step, TWO, 2)[rank]) for step in (1, 2)]
+        for item in saved:
+            item.wait_until_confirmed(30)
+        with pytest.raises(CheckpointError, match=r"Rank 1: storage hasn't moved for 2 s"):
+            saved[0].wait_until_uploaded(30)
+        hanging.hangs = lambda verb, name: False
+        saved.append(writer.save(contents(3, TWO, 2)[rank]))
+        assert [item.wait_until_uploaded(30) for item in saved[1:]] == [False, True]
+        hanging.let_go.set()
+        join_all("checkpoint-work")
+
+    write(tiers, save, stall_s=2.0)
+    assert not any("part-00001.json" in name and "001-0" in name for name in cloud.files)
+    needs = [needs_of(rank, TWO, 2) for rank in range(2)]
+    results = run_ranks(
+        2, lambda rank, peers: recover(needs[rank], [remote(cloud)], node="ab"[rank], peers=peers)
+    )
+    for rank in range(2):
+        assert_is_state(results[rank], needs[rank], 3)

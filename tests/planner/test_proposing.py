@@ -326,7 +326,7 @@ def test_the_price_is_what_the_simulator_recomputes_but_for_whole_layers(tokens:
     alone_s = [sum(SHORT.compute_s(shape, (tokens,))) for shape in shapes]
     slowest = int(np.argmax(alone_s))
     layer_s = SHORT.recompute_s(shapes[slowest]._replace(recomputed_layers=1), (tokens,))
-    simulated_s = found.stage_recompute_s[0][slowest] / 8
+    simulated_s = found.stages[0][slowest].recompute_s / 8
     priced_s = (float(cost.stretch(np.array([float(tokens)]))[0]) - 1) * alone_s[slowest]
     assert priced_s > 0
     assert abs(simulated_s - priced_s) <= layer_s

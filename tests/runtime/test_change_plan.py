@@ -59,7 +59,7 @@ class Setting:
 
     tied: bool = False
     width: int = 16
-    num_rows: int = 64
+    num_rows: int = 48
     num_workers: int = 0
     stateful: bool = False
     freeze_every: int = 5

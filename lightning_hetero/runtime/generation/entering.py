@@ -20,16 +20,15 @@ from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process import machine_namespace, name_membership
-from lightning_hetero.runtime.generation.joiners import (
+from lightning_hetero.runtime.generation.keeper import JOIN, tell_keeper
+from lightning_hetero.runtime.generation.log import Generation
+from lightning_hetero.runtime.generation.membership import (
+    LAYER_CALL,
     MOST_SILENT_S,
-    Admission,
-    Joiner,
+    Membership,
     begin_numbers,
     draw_number,
 )
-from lightning_hetero.runtime.generation.keeper import JOIN, tell_keeper
-from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import LAYER_CALL, Generation
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, interval_s
 
 __all__ = [
@@ -87,7 +86,7 @@ def open_membership(
         patience_s: See `Membership`.
 
     Raises:
-        PeerError: See `Membership.form`.
+        PeerError: See `Membership.form_first`.
     """
     number, world_size = environment.global_rank(), environment.world_size()
     assert isinstance(met, PrefixStore)
@@ -99,13 +98,11 @@ def open_membership(
         server.set(OPEN, prefix)
     prefix = met.get("membership").decode()
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
-    node = str(environment.node_rank())
-    _find_node(own, otherwise=node)
-    admission = Admission(own, heartbeat, facts)
+    node = _find_node(own, otherwise=str(environment.node_rank()))
     membership = Membership(
-        own, number=number, node=node, admission=admission, patience_s=patience_s
+        own, heartbeat, node=node, facts=facts, silence_s=silence_s, patience_s=patience_s
     )
-    membership.form(range(world_size))
+    membership.form_first(world_size)
     where = f"{JOIN}={environment.main_address}:{environment.main_port}"
     rank_zero_info("The same script joins this run with %s.", where)
     return membership, heartbeat
@@ -133,13 +130,11 @@ def join_membership(
     prefix, server = _connect_to_run(start_timeout)
     number = draw_number(PrefixStore(prefix, server))
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
-    joiner = Joiner(own, heartbeat, facts)
     node = _find_node(own, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
-    admission = Admission(own, heartbeat, facts)
     membership = Membership(
-        own, number=number, node=node, admission=admission, patience_s=patience_s
+        own, heartbeat, node=node, facts=facts, silence_s=silence_s, patience_s=patience_s
     )
-    membership.enter_called(joiner.wait_for_call(start_timeout.total_seconds()))
+    membership.join(start_timeout.total_seconds())
     # From now on it is a process like all others, also for what its script does after this fit.
     del os.environ[JOIN]
     return membership, heartbeat

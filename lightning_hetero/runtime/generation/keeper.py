@@ -36,6 +36,8 @@ from lightning_hetero.core.process import allow_files
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from lightning_hetero.runtime.generation.log import Log
+
 __all__ = [
     "ALL_LEAVE",
     "BLOCKED",
@@ -215,6 +217,8 @@ class Keeper:
         self._replaces = replaces
         self._is_told_to_end = False
         self._woken = threading.Event()
+        self._logs: dict[str, Log] = {}
+        """The logs of the workers' memberships, by prefix."""
         self._seen: tuple[int, _Outlook | None] = (0, None)
         """The number of dead workers reported to the membership, and its answer."""
 
@@ -316,49 +320,50 @@ class Keeper:
             self._seen = len(self._workers), _Outlook.OVER
 
     def _look(self, store: "Store") -> None:
-        from torch.distributed.distributed_c10d import PrefixStore
-
-        from lightning_hetero.runtime.generation import joiners, records
-
         dead = self._dead()
         # Report the dead first: others wait for that.
         for worker in sorted(self._workers, key=lambda item: item not in dead):
             if worker.member is None:
                 continue
             prefix, number = worker.member
-            of_run = PrefixStore(prefix, store)
-            if worker.is_joiner and not joiners.has_never_entered(of_run, number):
+            log = self._log_of(store, prefix)
+            state = log.read()
+            if worker.is_joiner and number not in state.asking:
                 worker.is_joiner = False
             if worker.code is None:
-                if records.reason_of(of_run, number) is not None:
+                if number in state.gone:
                     # The other members count it as gone, and it hasn't noticed.
                     worker.signal(signal.SIGKILL)
             elif worker in dead and worker.died_in_training is None:
-                worker.died_in_training = not of_run.check([records.ENDED])
-                records.tell_gone(of_run, number, worker.describe_end())
+                worker.died_in_training = not state.ended
+                log.note("gone", number, worker.describe_end())
         self._seen = len(dead), None if self._has_members() else self._outlook(store, dead)
+
+    def _log_of(self, store: "Store", prefix: str) -> "Log":
+        from torch.distributed.distributed_c10d import PrefixStore
+
+        from lightning_hetero.runtime.generation.log import Log
+
+        if prefix not in self._logs:
+            self._logs[prefix] = Log(PrefixStore(prefix, store))
+        return self._logs[prefix]
 
     def _outlook(self, store: "Store", dead: Sequence[Worker]) -> _Outlook | None:
         """Return what the membership says about the run of dead workers; None if there are none."""
-        from torch.distributed.distributed_c10d import PrefixStore
-
-        from lightning_hetero.runtime.generation import joiners, records
-
         outlooks = set()
         for worker in dead:
             if worker.member is None or worker.is_joiner:
                 continue
             prefix, number = worker.member
-            of_run = PrefixStore(prefix, store)
-            outlook = _Outlook.OVER
-            if joiners.has_never_entered(of_run, number):
+            state, outlook = self._log_of(store, prefix).read(), _Outlook.OVER
+            if number in state.asking:
                 # A joiner of a run that others keep: whoever started it should learn at once that
                 # it failed.
                 pass
-            elif of_run.check([records.ENDED]):
+            elif state.ended:
                 # If code that follows training fails, the script has failed.
                 outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
-            elif records.is_anybody_left(of_run):
+            elif state.is_anybody_left:
                 outlook = _Outlook.GOES_ON
             outlooks.add(outlook)
         # If the end of one worker is a failure, so is the end of this process.

@@ -51,7 +51,7 @@ from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.setup.weight_sources import find_frozen
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
-from lightning_hetero.runtime.stage.boundary import ModuleCalls, StageBoundary
+from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["Engine"]
@@ -100,7 +100,6 @@ class Engine:
         self._agreements = defaultdict[Phase, Agreement](partial(Agreement, communicators, device))
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.allow_mixing)
-        self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
         self.plans = PlanSwitch(
             plan,
             self.store,
@@ -252,7 +251,6 @@ class Engine:
             PreservedRandomState(),
             self.logs.recording(is_last=running.is_last),
             running.weights,
-            self._calls,
         ):
             running.start_pull()
             yield
@@ -348,7 +346,6 @@ class Engine:
         self.plans.close()
         self.logs.remove()
         self.boundary.remove()
-        self._calls.remove()
         if self.tensor_parallel is not None:
             self.tensor_parallel.remove()
 

@@ -228,11 +228,10 @@ class StagePasses:
         self, forward: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any
     ) -> Any:
         hiding = self._running.weights.in_step()
-        if hiding is not None:
-            with hiding, self._boundary.forward_of(forward):
-                return step(microbatch)
-        with self._boundary.forward_of(forward):
-            return step(microbatch)
+        if hiding is None:
+            return self._boundary.run_step(forward, step, microbatch)
+        with hiding:
+            return self._boundary.run_step(forward, step, microbatch)
 
     def _hold(
         self,
@@ -261,25 +260,21 @@ class StagePasses:
     def _weights(self, key: _Key) -> None:
         """Compute the gradients of weights that a micro-batch's split backward has left out."""
         assert self._splitter is not None
-        with self._pushing(key, self._splitter.names_waiting(key)):
-            self._splitter.run_weights(key)
+        is_last = key[1] + 1 == len(self._microbatches)
+        if is_last:
+            self._begin_last_backward(key[0], self._splitter.names_waiting(key))
+        self._splitter.run_weights(key)
+        if is_last:
+            self._running.push.end_last_backward()
 
-    @contextmanager
-    def _pushing(
-        self, key: _Key, coming: Collection[str] | None, *, is_last: bool = True
-    ) -> Iterator[None]:
-        """Context of a stage's last backward: units are pushed once their gradients are final.
+    def _begin_last_backward(self, stage_index: int, coming: Collection[str] | None) -> None:
+        """Begin a stage's last backward, in which units leave as soon as they are final.
 
         Args:
-            key: The stage and the micro-batch.
-            coming: The parameters that get gradients in this pass; None for all of the stage.
-            is_last: Whether this is the micro-batch's last pass on the stage.
+            stage_index: The stage.
+            coming: The parameters that get gradients in it; None for all of the stage.
         """
-        stage_index, index = key
-        if not is_last or index + 1 < len(self._microbatches):
-            yield
-            return
-        running, push = self._running, self._running.push
+        running = self._running
         chunk = self._unfinished.pop(stage_index)
         later = frozenset[str]().union(*map(running.parameters_of, self._unfinished.values()))
         if len(running.chunks) > 1:
@@ -287,9 +282,7 @@ class StagePasses:
             coming = own if coming is None else own & {*coming}
             if self._has_both_ends:
                 later |= running.outer
-        push.begin_last_backward(coming, later)
-        yield
-        push.end_last_backward()
+        running.push.begin_last_backward(coming, later)
 
     def _backward(self, key: _Key, *, is_whole: bool) -> None:
         held, link = self._in_flight.pop(key), self._chunks[key[0]].link
@@ -297,11 +290,16 @@ class StagePasses:
         gradients: Sequence[Tensor] = [] if held.gradient is None else [held.gradient]
         if link.following is not None:
             gradients = link.receive_gradient(key[1])
-        # Reentrant checkpoints add to a gradient in several parts, and nothing marks the last one.
-        with self._pushing(key, None, is_last=is_whole and not held.forward.is_reentrant):
-            if held.outputs:
-                self._has_run_backward = True
-                self._boundary.run_backward(held.forward, held.outputs, gradients)
+        # Reentrant checkpoints add to a gradient in parts, and don't say which is the last.
+        is_whole &= not held.forward.is_reentrant
+        is_last = is_whole and key[1] + 1 == len(self._microbatches)
+        if is_last:
+            self._begin_last_backward(key[0], None)
+        if held.outputs:
+            self._has_run_backward = True
+            self._boundary.run_backward(held.forward, held.outputs, gradients)
+        if is_last:
+            self._running.push.end_last_backward()
         if link.previous is not None:
             link.send_gradient(
                 [torch.zeros_like(i) if i.grad is None else i.grad for i in held.received]

@@ -86,14 +86,13 @@ class StepResults:
         """The module's method that counts the targets of a batch, if it has one."""
 
     def begin(self, microbatch: Any, num_samples: int, *, counts: bool = True) -> None:
-        """Note the module's state before a step.
+        """Count a micro-batch's samples before its step.
 
         Args:
             microbatch: The micro-batch.
             num_samples: Its samples.
             counts: False if the step of another chunk on this rank counts the samples.
         """
-        self._lists.begin()
         if counts:
             self.epoch_weight += epoch_weight(microbatch, num_samples)
 
@@ -121,6 +120,8 @@ class StepResults:
         returned = output.get("loss") if is_named else output
         loss = loss_of(output).float() if self.is_training else None
         count = self._count(microbatch)
+        if not isinstance(count, Tensor) or count.device.type == "cpu":
+            count = float(count)
         weight = as_weight(count, self._device)
         is_sum = self._scale.is_sum and self._scale.rule is not None
         self._logs.keep_microbatch(weight, summed=returned if is_sum else None)
@@ -131,14 +132,11 @@ class StepResults:
         self.losses.add(loss, weight)
         if self._scale.is_sum:
             return [loss], torch.full_like(loss, self._factor)
-        # A count on an accelerator isn't read here, since the host would wait for the forward pass.
-        # If it is 0, so is the gradient; a loss that divides by it gives gradients of NaN, which
-        # are detected.
-        is_known = not isinstance(count, Tensor) or count.device.type == "cpu"
-        # As a number: comparing tensors would make another tensor.
-        has_none = is_known and not float(count) > 0
-        factor = self._factor / self._scale.unit
-        return [] if has_none else [loss], (weight * factor).float()
+        gradient = torch.full_like(loss, self._factor / self._scale.unit).mul_(weight)
+        # A count on an accelerator isn't read: the host would wait for the forward pass. If it is
+        # 0, so is the gradient; a loss that divides by it is found out by gradients of NaN.
+        has_none = isinstance(count, float) and not count > 0
+        return [] if has_none else [loss], gradient
 
     def _count(self, microbatch: Any) -> Any:
         """Return the number of targets of a micro-batch, by which means are weighted."""

@@ -1,6 +1,6 @@
 """Find out that another rank has failed, report which and why, and never hang because of it.
 
-Every process sends heartbeats through the store, and each rank watches the next one (`heartbeat`).
+Every process sends heartbeats through the store, and each rank watches the next ones (`heartbeat`).
 A rank that raises an error first writes the reason into the store. Other ranks notice a failure in
 different ways: gloo closes the connection to a dead peer, NCCL never returns, and connections to a
 frozen rank stay open. In all cases the waiting rank raises `PeerError` with the failed rank's
@@ -30,9 +30,6 @@ __all__ = [
 
 LEAVE_EXIT_CODE = 14
 """Exit code of ranks that have agreed to end in order to be restarted."""
-
-_GRACE_S = 10.0
-"""Seconds in which a main thread must notice a failure, if nobody goes on in place."""
 
 _STARTING_S = 20.0
 """Seconds that a rank may be silent while processes start: imports may stop its thread."""
@@ -73,7 +70,7 @@ class FailureDetector:
 
     Args:
         heartbeat: This process's heartbeat.
-        ring: The ranks; if it has a bulletin, no rank serves the store.
+        ring: The ranks.
         timeout: How long this process may take to end, or to go on, after another rank's failure.
         silence: How long a rank may be silent before it counts as dead; None takes `timeout`.
         abort: Ends waits in communicators; called on a thread of its own once a rank has failed.
@@ -94,10 +91,9 @@ class FailureDetector:
         self._rank = ring.rank
         self._timeout_s = timeout.total_seconds()
         self._silence_s = (silence or timeout).total_seconds()
-        # In place, a rank's own work (a compilation, a file) may take as long as others wait for
-        # it.
-        patience_s = _GRACE_S if ring.bulletin is None else ring.bulletin.patience_s
-        self._grace_s = min(patience_s, self._timeout_s)
+        # A main thread must notice a failure in this time. In place, its own work (a compilation, a
+        # file) may take as long as others wait for it.
+        self._grace_s = min(ring.patience_s, self._timeout_s)
         self._watch: Watch | None = None
         self._aborting: threading.Thread | None = None
         self._abort = abort
@@ -192,7 +188,7 @@ class FailureDetector:
 
     def _let_others_read(self) -> None:
         """If this is rank 0 and it serves the store, give others time to read why the run ends."""
-        if self._rank == 0 and self._ring.bulletin is None:
+        if self._rank == 0 and self._ring.find_gone is None:
             self._heartbeat.wait_until_heard(3 * self._interval_s)
 
     # -- the judging thread ---------------------------------------------------------------------
@@ -220,10 +216,11 @@ class FailureDetector:
             return None
         heard = self._heartbeat
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
-            return _STORE_IS_GONE if self._ring.bulletin is None else _STORE_OF_OTHERS_IS_GONE
+            return _STORE_IS_GONE if self._ring.find_gone is None else _STORE_OF_OTHERS_IS_GONE
         # Measured in rounds of the heartbeat: while the store doesn't answer, peers can't be seen.
-        if watch.peer_silence_s > patience_s:
-            heard.tell(watch.peer, _describe_silent(watch.peer))
+        silent = (rank for rank, seconds in watch.silences_s.items() if seconds > patience_s)
+        if (rank := next(silent, None)) is not None:
+            heard.tell(rank, _describe_silent(rank))
         return None
 
     def _end_run(self, reason: str, stopped: threading.Event) -> None:

@@ -127,11 +127,13 @@ class NonfiniteGradients(Choice):
 
 def has_nonfinite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Return NaN if any element is NaN or infinite, else 0.0, without waiting for the device."""
-    real = [torch.view_as_real(item) if item.is_complex() else item for item in tensors]
-    # A sum keeps NaN and infinity, and reads each tensor once. For small tensors, calls are what
-    # costs.
-    small = [item for item in real if item.numel() <= _SMALL_NUMEL]
-    sums = [item.sum(dtype=torch.float32) for item in real if item.numel() > _SMALL_NUMEL]
+    # A sum keeps NaN and infinity, and reads each tensor once. Small tensors cost calls, not bytes.
+    small, sums = [], []
+    for item in tensors:
+        if item.numel() <= _SMALL_NUMEL:
+            small.append(item)
+        else:
+            sums.append(item.sum(dtype=torch.float32))
     if small:
         line: Tensor = _flatten_dense_tensors(small)  # type: ignore[no-untyped-call]
         sums.append(line.sum(dtype=torch.float32))

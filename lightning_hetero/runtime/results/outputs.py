@@ -142,8 +142,8 @@ def _averaged(items: Sequence[Any], weights: Sequence[Any]) -> Any:
 class AppendedLists:
     """Takes out the items that steps append to lists of the module.
 
-    The lists are attributes, or in lists or dicts that are attributes. Before each step `begin` is
-    called, after it `take`.
+    The lists are attributes, or in lists or dicts that are attributes. Made before an iteration's
+    steps; after each of them `take` is called.
 
     Args:
         module: The LightningModule.
@@ -151,20 +151,17 @@ class AppendedLists:
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = vars(module)
-        self._lengths: dict[Path, int] = {}
-
-    def begin(self) -> None:
-        """Note the lists' lengths before a step."""
         self._lengths = {path: len(items) for path, items in self._lists()}
 
     def take(self) -> dict[Path, list[Any]]:
-        """Remove and return the items appended since `begin`."""
+        """Remove and return the items that the last step has appended."""
         taken: dict[Path, list[Any]] = {}
         for path, items in self._lists():
             before = self._lengths.get(path, 0)
             if len(items) > before:
                 taken[path] = items[before:]
                 del items[before:]
+            self._lengths[path] = len(items)
         return taken
 
     def _lists(self) -> Iterator[tuple[Path, list[Any]]]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import Interval, PackedSize, ParameterSpec, Slice
 from lightning_hetero.models.stored import Box
-from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
+from lightning_hetero.runtime.slices.known_by_shape import StandIn
 
 __all__ = [
     "STAYS_FROZEN",
@@ -92,8 +92,6 @@ def is_quantized(parameter: Tensor) -> bool:
 def packed_size(parameter: Tensor) -> PackedSize | None:
     """Return the size of a quantized weight, also of one that hasn't been read yet."""
     if isinstance(parameter, StandIn):
-        return parameter.store.specs[parameter.parameter].packed
-    if isinstance(parameter, Awaited):
         source = parameter.source
         return packed_size(source.like) if isinstance(source, Opaque) else None
     if hasattr(parameter, "whole_reader"):

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import Slot
-from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
+from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.slices.wholes import gather_everywhere, gather_on_rank_0
 
@@ -163,7 +163,7 @@ def leave_stand_ins(store: SliceStore) -> None:
                 slot.put(stand_in)
 
 
-def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tuple[Slot, Awaited]]:
+def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tuple[Slot, StandIn]]:
     """Return each place of a parameter with a stand-in, until its values are recovered.
 
     Args:
@@ -172,9 +172,8 @@ def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tup
     """
     found = []
     for name, slots in store.layout.slots.items():
-        awaited = Awaited.like(store.masters[name], name, store.specs[name].shape)
+        awaited = StandIn.of(store, name, is_awaited=True)
         awaited.requires_grad = trains.get(name, awaited.requires_grad)
-        awaited.source = store.frozen.sources.get(name)
         found += [(slot, awaited) for slot in slots]
     return found
 

@@ -10,10 +10,10 @@ activation: shapes, dtypes, and a description of the side tensors (see `side_ten
 
 * Among CPUs, header, activation and side tensors are one message: a micro-batch costs one message
   forward and one backward at each boundary. For the lengths of buffers see `messages`.
-* On accelerators, headers are messages among hosts: to read a header from its device, a host would
-  have to wait for all work queued there. A header leaves when the sender's host has *enqueued* the
-  forward pass, so headers don't hold up the hosts. A micro-batch costs one more message for the
-  header, and one more in each direction if there are side tensors.
+* On accelerators, headers are messages among hosts, because a host that reads a header from its
+  device would wait for all that the device has yet to compute. The header leaves when the sender's
+  host has *enqueued* the forward pass, so hosts run as far ahead of their devices as without it. A
+  micro-batch costs one more message for the header.
 
 A send never waits until its receiver is ready to compute, because receives are posted early. The
 receive of a gradient is posted as soon as the activation has left: it has the activation's shape.
@@ -38,6 +38,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -54,9 +55,8 @@ from lightning_hetero.runtime.stage.messages import (
     Inbox,
     Outbox,
     form_of,
-    payload_of,
-    payload_sizes,
-    tensor_of,
+    num_packed_bytes,
+    packed,
     unpack,
 )
 from lightning_hetero.schedules import Edge
@@ -90,22 +90,15 @@ class Mailbox:
     gradients: deque[Sequence[Tensor]] = field(default_factory=deque)
 
 
-@dataclass
-class _Posted:
-    """Receives that were posted: of the first tensor, and of the others, packed together."""
+class _Posted(NamedTuple):
+    """The posted receive of packed tensors."""
 
     forms: tuple[Form, ...]
     piece: SentPiece
-    """The piece that this rank receives of each message."""
-    works: list[tuple[dist.Work, Tensor]]
-    buffers: list[Tensor]
-
-    def tensors(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """Return the received tensors, from the whole messages' bytes."""
-        if not self.forms:
-            return []
-        others = unpack(whole[1], self.forms[1:]) if self.forms[1:] else []
-        return [tensor_of(whole[0], self.forms[0]), *others]
+    """The piece that this rank receives of the message."""
+    buffer: Tensor
+    work: dist.Work | None
+    """None if the piece is empty."""
 
 
 class ActivationLink:
@@ -160,8 +153,8 @@ class ActivationLink:
             held: Most micro-batches that this stage holds between forward and backward.
             held_before: The same number for the stage before.
         """
-        # A stage without micro-batches still sends those of the next check of the loss.
-        self._sent_forward.most = self._outbox.num_ahead = max(1, held)
+        # Even a stage without micro-batches sends those of the next check of the loss.
+        self._sent_forward.most = max(1, held)
         self._sent_backward.most = self._most_expected = max(1, held_before)
 
     def expect_activations(self, num_left: int) -> None:
@@ -216,14 +209,14 @@ class ActivationLink:
         is_apart = self._sends_headers_apart
         self.num_sent_bytes = sum(tensor.nbytes for tensor in sent.tensors)
         headers = self._outbox.messages(_header_of(sent), [] if is_apart else sent.tensors)
-        payload = payload_of(sent.tensors) if is_apart else []
+        payload = packed(sent.tensors) if is_apart else None
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
             # Several messages share a queue on CPUs only, because gloo has tags.
             for tag, header in enumerate(headers, start=2 * piece.channel):
                 self._sent_forward.add(header, piece.receiver, first_group, tag)
-            for part in payload:
-                self._sent_forward.add(_cut(part, piece), piece.receiver, self._edge(piece))
+            if payload is not None:
+                self._sent_forward.add(_cut(payload, piece), piece.receiver, self._edge(piece))
 
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:
         """Post the receive of the gradients of sent tensors, unless it is posted."""
@@ -248,16 +241,18 @@ class ActivationLink:
         if self._before is not None:
             self._before.gradients.append(gradients)
             return
+        if not gradients:
+            return
         self._sent_backward.make_room(self._clock)
-        payload = payload_of(gradients)
+        payload = packed(gradients)
         for piece in self.previous.sent:
-            for part in payload:
-                self._sent_backward.add(_cut(part, piece), piece.receiver, self._edge(piece))
+            self._sent_backward.add(_cut(payload, piece), piece.receiver, self._edge(piece))
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
         self._sent_forward.clear()
         self._sent_backward.clear()
+        self._inbox.finish()
         self._outbox.finish()
         self._most_expected = 1
 
@@ -273,13 +268,12 @@ class ActivationLink:
         return self.device.type != "cpu" or piece.count > 1
 
     def _wait(self, posted: _Posted) -> list[Tensor]:
-        piece = posted.piece
-        for work, buffer in posted.works:
-            self._clock.wait_for(work, peer=piece.sender, num_bytes=buffer.nbytes)
-        if piece.count == 1:
-            return posted.tensors(posted.buffers)
-        pairs = zip(posted.buffers, payload_sizes(posted.forms), strict=True)
-        return posted.tensors([self._whole(own, piece.count, size) for own, size in pairs])
+        forms, piece, message, work = posted
+        if work is not None:
+            self._clock.wait_for(work, peer=piece.sender, num_bytes=message.nbytes)
+        if piece.count > 1:
+            message = self._whole(message, piece.count, num_packed_bytes(forms))
+        return unpack(message, forms)
 
     def _whole(self, own: Tensor, count: int, size: int) -> Tensor:
         """Return a message's bytes, gathered from the group's ranks, which have received pieces."""
@@ -292,16 +286,12 @@ class ActivationLink:
         return whole[:size]
 
     def _post(self, forms: tuple[Form, ...], piece: SentPiece) -> _Posted:
-        works, buffers = [], []
-        for size in payload_sizes(forms):
-            start, stop = piece.bounds(size)
-            buffer = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
-            buffers.append(buffer)
-            if start < stop:
-                work = dist.irecv(buffer, piece.sender, group=self._edge(piece))
-                assert work is not None
-                works.append((work, buffer))
-        return _Posted(forms, piece, works, buffers)
+        start, stop = piece.bounds(num_packed_bytes(forms))
+        buffer, work = torch.empty(stop - start, dtype=torch.uint8, device=self.device), None
+        if start < stop:
+            work = dist.irecv(buffer, piece.sender, group=self._edge(piece))
+            assert work is not None
+        return _Posted(forms, piece, buffer, work)
 
 
 class _Sends:

@@ -110,8 +110,8 @@ class MicrobatchPass:
         received = self.arrived().tensors[0]
         if not received.requires_grad:
             return received
-        # Not a view in autograd's sense: it forbids in-place operations on a view of a leaf.
-        given: Tensor = torch.ops.aten._unsafe_view(received, received.shape)
+        # Not a view to autograd, which forbids in-place operations on a view of a leaf.
+        given: Tensor = torch.ops.aten._unsafe_view.default(received, received.shape)
         return given
 
     def begin_layer(self, index: int, *, again: bool = False) -> None:

@@ -56,15 +56,14 @@ def test_layers_that_the_model_checkpoints_itself_run_again_once(
         block.norm1.register_forward_hook(lambda *_, index=index: calls.append(index))
     parts = [model.blocks[i : i + num_together] for i in range(0, 4, num_together)]
 
-    def step() -> Tensor:
+    def step(_: None) -> Tensor:
         hidden = torch.ones(2, CONTEXT, 16, requires_grad=True)
         for part in parts:
             hidden = checkpoint(nn.Sequential(*part), hidden, use_reentrant=False)
         return hidden.sum()
 
     whole = whole_pass(4, recomputation=also)
-    with boundary.forward_of(whole):
-        loss = step()
+    loss = boundary.run_step(whole, step, None)
     boundary.run_backward(whole, [loss], [torch.ones_like(loss)])
     boundary.remove()
     assert sorted(calls) == [0, 0, 1, 1, 2, 2, 3, 3]
