@@ -1,4 +1,4 @@
-"""When pipelines end, and how to distribute their micro-batches and layers so that they end soonest.
+"""When pipelines end, and how to deal their micro-batches and layers so that they end soonest.
 
 K micro-batches take a pipeline `fill + slope·K` seconds. Equal pipelines get theirs together, so
 thousands of pipelines take no longer than their kinds.
