@@ -14,6 +14,7 @@ least reduced cost; pipelines that run few micro-batches are valued by whole one
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -303,13 +304,15 @@ class Master:
         Balanced stages aren't the best ones if fills are long or links slow.
         """
         share = self.total / sum(n * column.size for column, n in mix.columns)
-        pairs = [(self.shift(column, share), n) for column, n in mix.columns]
-        if [column for column, _ in pairs] == [column for column, _ in mix.columns]:
+        counts: Counter[Column] = Counter()
+        for column, number in mix.columns:
+            counts[self.shift(column, share)] += number
+        if counts == dict(mix.columns):
             return mix
-        self.add([column for column, _ in pairs])
-        pool = Pool.of({column: self.pool[column] for column, _ in pairs})
-        numbers = np.array([number for _, number in pairs])
-        return Mix(tuple(pairs), pool.finish_s(numbers, self.total))
+        self.add(counts)
+        pool = Pool.of({column: self.pool[column] for column in counts})
+        numbers = np.array(list(counts.values()))
+        return Mix(tuple(counts.items()), pool.finish_s(numbers, self.total))
 
     def _shifted(self, column: Column, share: float) -> Column:
         """Return the column with the order of stages and the layers that end `share` soonest."""
