@@ -60,6 +60,14 @@ class HandingLayer(nn.Module):
             return y.bfloat16() if self.index == 0 else y
         return y
 
+    def _keep(self, y: Tensor) -> None:
+        if self.kind == "listed":
+            self.kept[:] = [y.mean()]
+        if self.kind in SHOWN:
+            self.shown = y.mean().item() if self.kind == "number" else y.detach().mean()
+        if self.kind == "cached" and self.cache is None:
+            self.cache = torch.ones(y.shape[1], 1)
+
 
 class Regression(Compared):
     validates = True
