@@ -22,12 +22,12 @@ __all__ = ["reference"]
 
 _INTRODUCTION = """# Cluster, model, plan and profile files
 
-Cluster and model files are YAML, plans and profiles JSON. A key that is unknown, misspelt or stands
-twice is refused, with its place in the file. Numbers of bytes, bytes a second, FLOP/s and seconds
-may have a unit: `80 GiB`, `12.5 GB/s`, `400 Gbit/s`, `312 TFLOP/s`, `20 us`. A bare number is in
-the unit of its field.
+Cluster and model files are YAML, plans and profiles JSON. An unknown, misspelt or duplicate key is
+an error, which says where in the file it is. Numbers of bytes, bytes per second, FLOP/s and seconds
+may have a unit: `80 GiB`, `12.5 GB/s`, `400 Gbit/s`, `312 TFLOP/s`, `20 us`. A number without a
+unit is in the unit of its field.
 
-This page is made from the dataclasses by `make docs`.
+`make docs` generates this page from the dataclasses.
 """
 _FILES = (
     (

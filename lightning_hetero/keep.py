@@ -1,12 +1,13 @@
 """Keep a script's process: `torchrun ... -m lightning_hetero.keep script.py`.
 
-With `ElasticRestart(in_place=True)` a process that outlives its worker keeps each worker (see
-`runtime.generation.keeper`). By itself the script begins in the process that is kept, and again in
-the worker, when it first calls `fit`. Started by this command it begins once: the launcher starts
-the keeper, and the keeper starts the script.
+With `ElasticRestart(in_place=True)` each worker has a keeper, a process that outlives it (see
+`runtime.generation.keeper`). Without this command the script begins in the process that becomes the
+keeper, and begins again in the worker when it first calls `fit`. With it the script begins once:
+the launcher starts the keeper, and the keeper starts the script.
 
-Launched as a process of each rank, with `MASTER_ADDR`, `MASTER_PORT` and `RANK` in the environment
-as torchrun sets them; or with `LIGHTNING_HETERO_JOIN=host:port`, to join a run. Linux only.
+Start it as the process of each rank, with `MASTER_ADDR`, `MASTER_PORT` and `RANK` in the
+environment as torchrun sets them; or with `LIGHTNING_HETERO_JOIN=host:port`, to join a run. Linux
+only.
 """
 
 import argparse
@@ -54,18 +55,18 @@ class KeeperTask:
     workers: list[dict[str, str]]
     """For each worker, environment variables in addition to this process's."""
     address: str
-    """Where the store is served."""
+    """Host that serves the store."""
     port: int
     serves: bool
     """Whether this keeper serves it."""
     replaces: bool
-    """Whether joiners take the devices of lost workers."""
+    """Whether to start joiners on the devices of lost workers."""
     path: list[str] = field(default_factory=lambda: list(sys.path))
-    """Where Python finds modules."""
+    """The folders in which Python looks for modules."""
 
 
 def become_keeper(task: KeeperTask) -> NoReturn:
-    """Replace this process by a keeper, which keeps nothing of it but the process id."""
+    """Replace this process by a keeper; nothing but the process id remains."""
     sys.stdout.flush()
     sys.stderr.flush()
     begin = "from lightning_hetero.keep import keep_by_task; keep_by_task()"
@@ -75,7 +76,7 @@ def become_keeper(task: KeeperTask) -> NoReturn:
 
 
 def block_signals() -> None:
-    """Leave a keeper's signals to its loop; before any thread exists, so that none takes them."""
+    """Leave a keeper's signals to its loop; called before there are threads to receive them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
 
 

@@ -1,8 +1,8 @@
-"""Let the ranks of one CPU play devices of different speed, and fast links slow ones.
+"""Let the ranks of one CPU emulate devices of different speed, and fast links slow ones.
 
-Each forward and backward of a rank is stretched by sleeping until it has taken its own CPU time
-times the rank's slowdown. Sleeping costs no core, so more ranks than cores can run, as long as the
-sum of 1 / slowdown stays below the number of cores: four ranks with slowdowns 8, 8, 4, 4 keep three
+Each forward and backward of a rank is stretched, by sleeping, to its own CPU time multiplied by the
+rank's slowdown. Sleeping uses no core, so there can be more ranks than cores, as long as the sum of
+1 / slowdown stays below the number of cores: four ranks with slowdowns 8, 8, 4, 4 keep three
 quarters of a core busy. Waits, transfers and the optimizer's step keep their time.
 """
 
@@ -27,18 +27,18 @@ __all__ = ["EmulatedClock", "EmulatedDevices", "LinkDelay", "emulate"]
 
 
 class LinkDelay(NamedTuple):
-    """How much later than it does a message should arrive."""
+    """By how much the arrival of messages is delayed."""
 
     bytes_per_s: float = math.inf
     """Bandwidth, above 0."""
     latency_s: float = 0.0
-    """Seconds of each message, 0 or more."""
+    """Seconds added to each message, 0 or more."""
 
 
 class EmulatedClock(ComputeClock):
-    """Stretches actions to their CPU time times a slowdown, and lets messages arrive late.
+    """Stretches actions to their CPU time times a slowdown, and delays the arrival of messages.
 
-    The CPU time is that of the thread, so that other processes of the machine don't count.
+    The CPU time is that of the thread, so other processes of the machine don't count.
 
     ::
 
@@ -54,14 +54,14 @@ class EmulatedClock(ComputeClock):
     def __init__(self, device: torch.device, *, slowdown: float = 1.0) -> None:
         super().__init__(device)
         self.delays: Mapping[int, LinkDelay] = {}
-        """By global rank of the sender, how late messages arrive; those of other ranks don't."""
+        """By global rank of the sender, how messages are delayed; those of other ranks aren't."""
         self._wall_start = self._cpu_start = 0.0
         self._wall_wait = self._cpu_wait = 0.0
         self.slowdown = slowdown
 
     @property
     def slowdown(self) -> float:
-        """How many times its CPU time an action takes, 1 or more; 1 doesn't stretch it."""
+        """The factor by which an action takes longer than its CPU time, 1 or more."""
         return self._slowdown
 
     @slowdown.setter
@@ -80,7 +80,7 @@ class EmulatedClock(ComputeClock):
 
     @override
     def before_send(self) -> None:
-        """Sleep until the running action has taken as long as the slowdown asks."""
+        """Sleep until the running action has taken as long as the slowdown requires."""
         if self._slowdown == 1 or not self._in_action or self._depth:
             return
         cpu_s = time.thread_time() - self._cpu_start - self._cpu_wait
@@ -92,13 +92,13 @@ class EmulatedClock(ComputeClock):
     @override
     def _delay_message(self, peer: int, num_bytes: int) -> None:
         delay = self.delays.get(peer)
-        if delay is not None and num_bytes:  # A header isn't delayed beside its message.
+        if delay is not None and num_bytes:  # Headers aren't delayed besides their messages.
             time.sleep(delay.latency_s + num_bytes / delay.bytes_per_s)
 
     @override
     def _begin_action(self) -> None:
         super()._begin_action()
-        if self._slowdown > 1:  # After the clock's own start, so that no pause lies between them.
+        if self._slowdown > 1:  # After the clock has started, so that nothing lies between.
             self._wall_start, self._cpu_start = time.perf_counter(), time.thread_time()
             self._wall_wait = self._cpu_wait = 0.0
 
@@ -118,7 +118,7 @@ class EmulatedClock(ComputeClock):
 
 
 def emulate(strategy: HeteroStrategy) -> None:
-    """Let a strategy's rank run by an emulated clock, as slow as its `emulation` says by then."""
+    """Give a strategy's rank an emulated clock, which is as slow as `emulation` says then."""
 
     def make_clock(device: torch.device) -> EmulatedClock:
         return EmulatedClock(device, slowdown=strategy.emulation.slowdown)
@@ -135,11 +135,11 @@ class EmulatedDevices(Callback):
         Trainer(accelerator="cpu", devices=4, strategy=HeteroStrategy(), callbacks=[devices])
 
     Args:
-        slowdowns: For each global rank how many times longer it computes, 1 or more; or one number,
-            this process's, where nodes come and go and nobody knows who gets which rank. An
-            automatic plan sees devices of these speeds.
-        memory_bytes: The memory of each that an automatic plan sees, so that it has to cut the
-            model; nothing holds a rank to it. None takes its share of the host's.
+        slowdowns: For each global rank the factor by which its computations take longer, 1 or more.
+            Or one number, that of this process, if nodes join and leave so that ranks aren't known
+            in advance. An automatic plan sees devices of these speeds.
+        memory_bytes: The memory of each device that an automatic plan sees, so that it has to cut
+            the model; ranks aren't limited to it. None takes a share of the host's.
 
     Raises:
         ConfigurationError: A slowdown is below 1, or (in `setup`) the Trainer runs another strategy
@@ -154,8 +154,8 @@ class EmulatedDevices(Callback):
         self.memory_bytes = memory_bytes
         if not self.slowdowns or not all(slowdown >= 1 for slowdown in self.slowdowns):
             raise ConfigurationError(
-                f"EmulatedDevices has slowdowns {list(self.slowdowns)}; give one a rank, 1 or "
-                "more, because sleeping makes nothing faster."
+                f"EmulatedDevices has slowdowns {list(self.slowdowns)}; give one for each rank, "
+                "1 or more, because sleeping makes nothing faster."
             )
 
     @override
@@ -169,7 +169,7 @@ class EmulatedDevices(Callback):
         if not self._is_own and trainer.world_size != len(self.slowdowns):
             raise ConfigurationError(
                 f"EmulatedDevices has {len(self.slowdowns)} slowdowns but {trainer.world_size} "
-                "ranks run. Give one a rank."
+                "ranks run. Give one for each rank."
             )
         strategy.emulation = replace(
             strategy.emulation,
@@ -181,8 +181,8 @@ class EmulatedDevices(Callback):
     def cluster(self) -> Cluster:
         """Return these devices as one host's cluster, for the planner and the simulator.
 
-        Peak and memory bandwidth are this machine's rough figures over the slowdown; ranks that
-        follow each other with one slowdown are a node.
+        Peak and memory bandwidth are this machine's rough figures divided by the slowdown;
+        consecutive ranks of equal slowdown are a node.
         """
         base = describe_device(torch.device("cpu"))
         seats = [

@@ -27,8 +27,10 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=200)
 hypothesis.settings.load_profile("suite")
 
 
-SECONDS = {"slow": 40.0, "dist": 2.0}
-"""About what a test with such a mark takes."""
+SECONDS = {"slow": 40.0, "dist": 2.0} | dict.fromkeys(
+    ("autoplan", "cli", "examples", "planner"), 2.0
+)
+"""About what a test with such a mark takes, or one of a room that searches for plans."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,12 +48,13 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["python"] = sys.executable
 
 
+@pytest.hookimpl(trylast=True)  # Behind the choice of those that run.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with files that take long: a process takes one at a time, and all end together."""
     seconds: dict[Any, float] = defaultdict(float)
     for item in items:
-        marks = [SECONDS[mark.name] for mark in item.iter_markers() if mark.name in SECONDS]
-        seconds[item.path] += max(marks, default=0.05)
+        names = [item.path.parent.name, *(mark.name for mark in item.iter_markers())]
+        seconds[item.path] += max(SECONDS.get(name, 0.05) for name in names)
     items.sort(key=lambda item: -seconds[item.path])
 
 
@@ -75,7 +78,7 @@ def _seed() -> None:
     random.seed(0)
     torch = sys.modules.get("torch")
     if torch is not None:
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)  # Others' seeds would wait for devices.
 
 
 @pytest.fixture(autouse=True)

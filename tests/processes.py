@@ -42,6 +42,9 @@ MOST_TRAVEL_ALONE = 3_000
 """Elements of layers that travel as one: most of the tests' layers are by themselves with it, as
 large ones are, and the smallest are not."""
 
+ONE_CHECK = frozenset({0})
+"""Iterations that begin with a check of how losses count: in a pool the first one alone."""
+
 
 class ProcessFailed(Exception):
     """A process raised; holds the tracebacks by rank."""
@@ -190,7 +193,9 @@ def _serve(connection: Connection, merged_numel: int | None) -> None:
     import torch.distributed as dist
 
     from lightning_hetero.runtime.iteration import running_plan
+    from lightning_hetero.runtime.results import split_check
 
+    split_check._DUE = ONE_CHECK
     if merged_numel is not None:
         running_plan.MERGED_NUMEL = merged_numel
 
@@ -198,6 +203,7 @@ def _serve(connection: Connection, merged_numel: int | None) -> None:
     torch.set_num_threads(1)
     use_default_start_method()
     warnings.simplefilter("ignore")
+    gc.set_threshold(100_000)  # What a call leaves is collected behind it.
     gc.freeze()
     while True:
         try:

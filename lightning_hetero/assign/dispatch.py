@@ -1,14 +1,14 @@
 """Dispatch an iteration's sequences to a plan's pipelines (Hydraulis §6.2, Eq. 3, Algorithm 1).
 
-It minimises, over all pipelines, the largest lower bound of a pipeline's latency,
-`Σ T(l_i) + T(longest)·(PP - 1) + c·(PP - 1 + V)` with the fewest micro-batches V that hold its
-tokens. Sequences are placed one after another, each on the pipeline that then ends first, in many
-orders at once: longest first, the same with noise of several strengths on the lengths, and plain
-shuffles as in the paper. Noisy orders matter: on real lengths the best of 100 plain shuffles ends
-up to 60 % later than longest first, and mild noise a few per cent earlier. Then the pipeline that
-ends last gives a sequence to another one, or exchanges one with it, as long as both then end
-earlier than it did. Work is bounded by counts, never by a clock: thousands of sequences, of which
-the greedy orders leave little to gain, are improved in a few steps or not at all.
+It minimises, over all pipelines, the largest lower bound of a pipeline's latency, `Σ T(l_i) +
+T(longest)·(PP - 1) + c·(PP - 1 + V)`, where V is the least number of micro-batches for its tokens.
+Sequences are placed one after another, each on the pipeline that then ends first, in many orders at
+once: longest first, the same with several strengths of noise on the lengths, and plain shuffles as
+in the paper. Noisy orders matter: on real lengths the best of 100 plain shuffles ends up to 60 %
+later than longest first, and mild noise a few per cent earlier. After that the pipeline that ends
+last gives a sequence to another one, or exchanges one with it, as long as both then end earlier
+than it did. The work is bounded by counts, never by a clock: thousands of sequences, for which the
+greedy orders are nearly optimal, get few such steps or none.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ _MAX_STEP_CELLS = 1e6  # Most numbers that the steps from one order look at: abo
 
 @dataclass(frozen=True, kw_only=True)
 class Dispatch:
-    """The pipeline of each sequence, and the time at which the last pipeline ends."""
+    """The pipeline of each sequence, and when the last pipeline ends."""
 
     pipeline_of: tuple[int, ...]
     """Index of the pipeline of each sequence."""
@@ -46,8 +46,8 @@ def dispatch(lengths: ArrayLike, pipelines: Sequence[PipelineCost]) -> Dispatch:
     """Return the best dispatch found; the same one for the same arguments on every machine.
 
     It is never worse than longest first (LPT), which is one of the orders. Fewer than 100 orders
-    are tried if these would take more than a fraction of a second (thousands of sequences on
-    hundreds of pipelines).
+    are tried if 100 would take more than a fraction of a second (thousands of sequences on hundreds
+    of pipelines).
 
     Raises:
         AssignmentError: A sequence fits into no pipeline.
@@ -91,8 +91,8 @@ def _place(lengths: IntArray, table: CostTable, orders: IntArray) -> tuple[IntAr
     All rows advance together, one sequence a step, so a step is a dozen NumPy calls on [rows, D]
     arrays, whatever the number of rows: 100 rows, 56 sequences and 16 pipelines are 670 calls.
 
-    That pipeline also keeps the largest end smallest, which is Algorithm 1's rule; if several do,
-    the paper takes the first of them, this function the one that ends first.
+    That pipeline is also one that keeps the largest end smallest, which is Algorithm 1's rule. If
+    several do, the paper takes the first of them, this function the one that ends first.
 
     Args:
         lengths: [B] tokens of each sequence.
@@ -126,7 +126,7 @@ def _place(lengths: IntArray, table: CostTable, orders: IntArray) -> tuple[IntAr
 class _Loads:
     """The loads of a dispatch's pipelines, and when these end after an exchange of sequences.
 
-    For each pipeline there is one more sequence of no tokens: to exchange with it is to give.
+    Each pipeline has one additional sequence without tokens: to exchange for it is to give.
     """
 
     def __init__(self, pipeline_of: IntArray, lengths: IntArray, table: CostTable) -> None:
@@ -155,10 +155,10 @@ class _Loads:
 
 
 def _improve(pipeline_of: IntArray, lengths: IntArray, table: CostTable) -> tuple[IntArray, float]:
-    """Return a dispatch in which no step relieves the pipeline that ends last, and its end.
+    """Return a dispatch that no step improves any more, and when its last pipeline ends.
 
-    A step gives one of that pipeline's sequences to another pipeline, for one of its sequences or
-    for none. The best step is taken while it lets both end earlier than the one did.
+    A step gives one sequence of the pipeline that ends last to another pipeline, in exchange for
+    one of its sequences or for none. The best step is taken as long as both then end earlier.
     """
     pipeline_of, num_cells = pipeline_of.copy(), 0
     while True:

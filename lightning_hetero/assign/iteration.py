@@ -1,8 +1,8 @@
 """Assign an iteration's samples under the best of the candidate plans (Hydraulis §4, steps 1-4).
 
-For every candidate that can hold the sequences, these are dispatched to its pipelines and packed;
-the plan with the smallest estimated latency runs. A candidate is dropped as soon as its lower
-bound, or its dispatch before packing, takes longer than the best so far.
+For every candidate plan that has room for the sequences, these are dispatched to its pipelines and
+packed; the plan with the smallest estimated latency runs. A candidate is dropped as soon as its
+lower bound, or its dispatch before packing, takes longer than the best so far.
 
 Packing (§6.1, Eq. 1, Appendix C) minimises `(max_j Σ_{i in j} T(l_i) + c)·(PP - 1 + V)` over the
 number V of micro-batches and their contents, with at most MaxLen tokens in each. V runs from
@@ -12,8 +12,8 @@ sequences all partitions are tried. Of more, sequences are spread for each V lon
 into the emptiest micro-batch with room; besides, one micro-batch is filled after the other (first
 fit), which always finds room.
 
-A planning process runs `serve` of this module: it answers one request after the other with a text,
-and keeps nothing between them.
+A planning process runs `serve` of this module: it answers each request with a text, and keeps
+nothing between requests.
 """
 
 import functools
@@ -138,7 +138,7 @@ def microbatch_range(lengths: IntArray, cost: PipelineCost) -> range:
 
 
 def _spread(lengths: IntArray, times_s: FloatArray, count: int, max_len: int) -> IntArray | None:
-    """Return each sequence's micro-batch, the emptiest with room (LPT); None if one has no room.
+    """Return each sequence's micro-batch, the emptiest with room (LPT); None if one doesn't fit.
 
     There are at least as many sequences as micro-batches, so none stays empty.
     """
@@ -214,7 +214,7 @@ def assign_iteration(
 def _packed(
     sizes: IntArray, found: Dispatch, pipelines: Sequence[PipelineCost], plan_index: int
 ) -> Assignment:
-    """Pack a dispatch; its latency is by `schedule_s`, because Eq. 1 overestimates it."""
+    """Pack a dispatch; its latency is that of `schedule_s`, because Eq. 1 overestimates it."""
     pipeline_of = np.array(found.pipeline_of, dtype=np.int64)
     ends_s, microbatches = [], []
     for index, cost in enumerate(pipelines):
@@ -253,7 +253,7 @@ def read_assignment(text: str, request: AssignmentRequest) -> Assignment:
 
     Raises:
         BatchError: The text is for other samples than the request's.
-        AssignmentError: The text holds an error instead of an assignment.
+        AssignmentError: The text is an error instead of an assignment.
     """
     data = json.loads(text)
     if data.pop("checksum") != request.checksum:

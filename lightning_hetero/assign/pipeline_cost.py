@@ -56,13 +56,13 @@ class PipelineCost:
     c: float
     """Seconds per micro-batch and stage, independent of its contents, 0 or more."""
     max_len: int
-    """Most tokens a micro-batch may hold (MaxLen), 1 or more."""
+    """Largest number of tokens of a micro-batch (MaxLen), 1 or more."""
     util_len: int
     """Tokens of a micro-batch from which the device is well utilised (UtilLen), 1 or more."""
     num_stages: int
     """Number of stages (PP), 1 or more."""
     kept_len: int = NEVER_RECOMPUTED
-    """Tokens above which a micro-batch computes activations again (KeptLen), 1 or more."""
+    """Tokens above which a micro-batch recomputes activations (KeptLen), 1 or more."""
     recompute_share: float = 0.0
     """ρ: the share by which recomputation lengthens very long micro-batches, 0 or more."""
 
@@ -74,7 +74,7 @@ class PipelineCost:
         refuse(1, num_stages=self.num_stages)
 
     def stretch(self, tokens: IntArray | FloatArray) -> FloatArray:
-        """Return by which factor recomputation lengthens micro-batches of these tokens."""
+        """Return the factor by which recomputation lengthens micro-batches of these tokens."""
         return stretch(tokens, self.kept_len, self.recompute_share)
 
     def schedule_s(self, microbatches_s: FloatArray) -> float:
@@ -125,7 +125,7 @@ class CostTable:
     def times_s(self, lengths: IntArray | FloatArray) -> FloatArray:
         """Return T(l) of lengths [...] on every pipeline, [..., D].
 
-        It includes what a sequence above KeptLen must recompute even alone in its micro-batch.
+        It includes what a sequence longer than KeptLen must recompute even if it is alone.
         """
         column = lengths[..., None].astype(np.float64)
         times_s: FloatArray = (self.a * column + self.b) * column

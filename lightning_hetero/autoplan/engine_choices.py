@@ -1,9 +1,9 @@
 """Decide what the user leaves open: which rank owns what, standbys, and how gradients travel.
 
-Under `ownership="memory"` ranks own in proportion to the device memory that is left beside weights
-and summed gradients of their stages; activations aren't counted. With several plans, the one that
-leaves least counts for each rank. A plan may give other shares (`owner_shares`). Gradients are
-summed on each node before they leave it if the simulator predicts that the push is faster.
+Under `ownership="memory"` ranks own in proportion to the device memory that weights and summed
+gradients of their stages leave; activations aren't counted. If there are several plans, the one
+that leaves the least counts for each rank. A plan may set other shares (`owner_shares`). Gradients
+are summed on each node before they leave it if the simulator predicts that this is faster.
 """
 
 from collections import Counter
@@ -36,7 +36,8 @@ __all__ = [
 
 _GIB = 2**30
 _LEAST_GAIN = 1.05
-"""Least speed-up for which pushes go by node; a direct push needs fewer communicators."""
+"""Least speed-up for which gradients are pushed by node, since a direct push needs fewer
+communicators."""
 
 
 def with_owner_shares(plans: RunPlans, facts: RunFacts) -> RunPlans:
@@ -58,7 +59,7 @@ def with_owner_shares(plans: RunPlans, facts: RunFacts) -> RunPlans:
         rank = min(full, key=full.__getitem__)
         raise ConfigurationError(
             f"Rank {rank} has {room[rank] / _GIB:.3g} GiB to use, {-full[rank] / _GIB:.3g} GiB "
-            "less than weights and gradients of its stage take, whoever owns their states. Give "
+            "less than weights and gradients of its stage take, even if it owns no states. Give "
             "its stage fewer layers, or more tensor parallelism."
         )
     states = (1 + facts.redundancy) * sum(
@@ -97,7 +98,7 @@ def check_room_for_states(
     if not config.standbys and shares is None:
         return
     if not config.standbys:
-        # A rank whose plan has no shares compares other facts here, and the difference is reported.
+        # A rank whose plan has no shares compares other facts at this point; the error says so.
         check_alike(facts.comms, owner_shares=shares)
     slices = config.owners(specs, plans.first, world_size=facts.comms.world_size)
     room = _room(facts)
@@ -130,12 +131,12 @@ def find_standbys_of_run(facts: RunFacts, plans: RunPlans) -> tuple[int, ...]:
     """
     if not facts.redundancy:
         return ()
-    # A rank without redundancy compares other facts here, and the difference is reported.
+    # A rank without redundancy compares other facts at this point; the error says so.
     shares = plans.first.owner_shares
     check_alike(facts.comms, redundancy=facts.redundancy, owner_shares=shares)
     if facts.comms.world_size == 1:
         rank_zero_warn(
-            "redundancy=1 does nothing on one rank: nobody is there to stand by for it. Start "
+            "redundancy=1 does nothing on one rank: no other rank can keep a copy. Start "
             "more processes, or rely on LayerwiseCheckpoint."
         )
     seats = facts.detect_seats()
@@ -152,8 +153,8 @@ def with_exchange(
 ) -> EngineConfig:
     """Return the engine's options with the kind of exchange decided; collective.
 
-    "auto" becomes "by-node" if the first plan's push, of all units together, is faster that way
-    over the links of the given or detected cluster. Never on gloo or with standbys.
+    "auto" becomes "by-node" if, over the links of the given or detected cluster, all pushes of the
+    first plan together are faster that way. Never on gloo or with standbys.
 
     Raises:
         ConfigurationError: Ranks have different kinds of exchange.
@@ -162,7 +163,7 @@ def with_exchange(
     is_open = config.exchange is ExchangeKind.AUTO and backend not in (None, "gloo")
     if config.exchange is not ExchangeKind.BY_NODE and (not is_open or facts.redundancy):
         return config
-    # A rank with another kind compares other facts here, and the difference is reported.
+    # A rank with another kind compares other facts at this point; the error says so.
     check_alike(facts.comms, exchange=config.exchange)
     seats = facts.detect_seats()
     nodes = [seat.node for seat in seats]

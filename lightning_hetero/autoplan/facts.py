@@ -1,9 +1,9 @@
-"""Input and result of planning for the ranks that run; `planning` does it.
+"""Input and result of planning for the ranks of a run; `planning` does it.
 
-`AutoPlan` holds the user's facts, `RunFacts` and `DataFacts` those of the strategy, `RunPlans` and
-`AutoPlanned` the result. The size of an iteration is found before there is a batch, in this order:
-in attributes of the loader, its dataset, the data module and the module (and of their `hparams`),
-then in the first sample of a dataset that can be indexed.
+`AutoPlan` has the user's facts, `RunFacts` and `DataFacts` those of the strategy, `RunPlans` and
+`AutoPlanned` the result. The size of an iteration must be known before there is a batch. It is
+looked for in attributes of the loader, its dataset, the data module and the module (and of their
+`hparams`), then in the first sample of a dataset that can be indexed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -72,7 +72,7 @@ class DataFacts:
     """What a data module knows of its samples."""
 
     lengths: IntArray
-    """Tokens of each sample, or of each one in a representative part."""
+    """Tokens of each sample, or of each one in a representative part of the data."""
     tokens_per_step: int
     """Tokens of an iteration, of all pipelines together."""
 
@@ -101,7 +101,7 @@ def find_batch_sizes(sources: Sequence[object]) -> BatchSizes:
     """Return batch size and sequence length from loaders, data modules and modules.
 
     Args:
-        sources: Where to look, the likeliest first; a loader's dataset is looked at too.
+        sources: Where to look, most likely first; a loader's dataset is also looked at.
     """
     expanded = list(_expand(sources))
     return BatchSizes(
@@ -159,33 +159,35 @@ def find_sizes(trainer: pl.Trainer) -> BatchSizes:
 
 
 NUM_STATES = 4
-"""Values that Adam keeps for each owned parameter: master, summed gradient, two moments."""
+"""Number of values that Adam stores for each owned parameter: master, summed gradient, two
+moments."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """Facts that `plan="auto"` needs and can't always find out; `"auto"` stands for all defaults.
+    """Facts that `plan="auto"` needs but can't always detect; `"auto"` stands for all defaults.
 
     Raises:
         ConfigurationError: A number is below 1.
     """
 
     sequence_length: int | None = None
-    """Tokens of a sample; None looks at loader, data module, module and a first sample, else takes
-    512."""
+    """Tokens of a sample; None looks at loader, data module, module and a first sample, and assumes
+    512 if it isn't found."""
     batch_size: int | None = None
-    """Samples of an iteration per rank, as under DDP; None looks for the loader's, else takes 8."""
+    """Samples of an iteration per rank, as under DDP; None takes the loader's, or 8 if not
+    found."""
     microbatch_sizes: tuple[int, ...] | None = None
     """Candidate numbers of samples in a micro-batch; None tries the batch, its half, third,
     quarter, and 1."""
     tp_degrees: tuple[int, ...] = (1,)
-    """Tensor-parallel degrees to consider; the module must bring a `tp_plan` for others than 1."""
+    """Tensor-parallel degrees to consider; for others than 1 the module needs a `tp_plan`."""
     cluster: Cluster | str | Path | None = None
     """The cluster, or its YAML file; None detects it."""
     profile: Profile | str | Path | None = None
-    """A measured profile, or its JSON file; None measures unknown devices and caches that."""
+    """A measured profile, or its JSON file; None measures unknown devices and caches the result."""
     max_profile_age_days: float = 90.0
-    """An older profile is refused."""
+    """Age from which a profile is refused."""
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in ("sequence_length", "batch_size")}
@@ -200,34 +202,34 @@ class AutoPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """How a rank emulates another device than it has; without arguments it emulates none."""
+    """Which device a rank emulates, other than its own; without arguments it emulates none."""
 
     slowdown: float = 1.0
-    """How many times slower than the real device it computes."""
+    """Factor by which its computations are slower than on the real device."""
     memory_bytes: int | None = None
     """Memory that an automatic plan may use; None asks the device."""
     live_bytes: Callable[[], int] | None = None
-    """Returns the bytes allocated now, a failed allocation included; None asks the device."""
+    """Returns the bytes allocated now, including a failed allocation; None asks the device."""
     node: str | None = None
-    """Name of its node, whose ranks are lost together; None asks the machine."""
+    """Name of its node; ranks of a node are lost together. None asks the machine."""
     make_clock: Callable[[torch.device], ComputeClock] = ComputeClock
     """Makes the clock that times its actions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """What each rank knows of the run that is to be planned."""
+    """What each rank knows about the run to plan."""
 
     module: nn.Module
     layout: ModelLayout
     comms: Communicators
     device: torch.device
     sizes: Callable[[], BatchSizes]
-    """Finds out the loader's sizes; called on rank 0 only."""
+    """Returns the loader's sizes; called on rank 0 only."""
     emulation: Emulation = field(default_factory=Emulation)
     """The device that this rank emulates."""
     arithmetic: Arithmetic | None = None
-    """The format that matrix products are computed in; None is bf16 or fp32, by `compute_bytes`."""
+    """The format of matrix products; None is bf16 or fp32, according to `compute_bytes`."""
     compute_bytes: int = 4
     """Bytes of a value in the compute dtype, in which weights and gradients are sent."""
     summed_bytes: int = 4
@@ -235,22 +237,22 @@ class RunFacts:
     master_bytes: int = 4
     """Bytes of a value of masters and optimizer states."""
     redundancy: int = 0
-    """Standbys of each slice."""
+    """Number of standbys of each slice."""
     owned_device: OwnedDevice = OwnedDevice.AUTO
-    """The kind of device that keeps owned slices."""
+    """Where owned slices are stored."""
     layer_options: LayerOptions = field(default_factory=LayerOptions)
-    """How layers run if the plan doesn't set it."""
+    """How layers run where the plan says nothing."""
     schedule: Schedule = Schedule.ONE_F_ONE_B
     """The order of a pipeline's passes, by which plans are judged."""
     data: Callable[[], DataFacts] | None = None
-    """Returns the facts of samples of different lengths that a data module assigns to plans;
-    called on rank 0 only. None if samples are dealt as they come."""
+    """Returns facts about samples of different lengths, if a data module assigns them to plans;
+    called on rank 0 only. None for other data."""
 
     num_batches: int | None = None
     """Batches of the loader in an iteration; None takes as many as there are ranks."""
     first_ranks: tuple[int, ...] | None = None
-    """Each rank's rank in the run's first start, if ranks were lost; None if none was, or if there
-    are joiners."""
+    """Each rank's rank in the run's first start, after ranks were lost; None if none was lost, or
+    if there are joiners."""
 
     def detect_seats(self) -> Sequence[Seat]:
         """Return every rank's device, by global rank; collective the first time."""
@@ -299,13 +301,13 @@ class AutoPlanned:
     simulation: Simulation | None = None
     """A simulated iteration under the plan; None if nothing was simulated."""
     lower_bound_s: float | None = None
-    """Seconds below which no plan can be, at the same costs; None if nothing was simulated."""
+    """Seconds below which no plan can be, with the same costs; None if nothing was simulated."""
     basis: PlanBasis | None = None
     """The basis of the prediction; None if nothing was simulated."""
     candidates: CandidatePlans | None = None
     """Plans for data that is assigned, and their costs; None for other data."""
     foreseen: tuple[Task[object], ...] = ()
-    """Searches that this rank would have to do after a loss of ranks."""
+    """Searches that this rank would have to do if other ranks were lost."""
 
     @property
     def predicted_s(self) -> float | None:

@@ -1,15 +1,15 @@
 """Describe the jobs for which plans are searched: the present one, and those after a loss of ranks.
 
-After a loss, the first rank that is left makes the plan. So each rank solves in advance the cases
-in which it would be this rank. Rank 0 solves the loss of any other rank or node; rank 1 that of
-rank 0; the first rank of the second node that of the first node. With up to 8 ranks, or nodes, the
-loss of any two at once is solved, too. A plan made in advance is used only for exactly the same
-devices, model, sizes and costs.
+After a loss, the first remaining rank makes the plan. So each rank prepares, in advance, for the
+cases in which it would be that rank: rank 0 for the loss of any other rank or node, rank 1 for that
+of rank 0, the first rank of the second node for that of the first node. With up to 8 ranks, or
+nodes, it also prepares for the loss of any two at once. A plan made in advance is used only for
+exactly the same devices, model, sizes and costs.
 """
 
 import pickle
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -26,41 +26,37 @@ from lightning_hetero.planner import PlanningOptions, Workload, contingency
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask, Task
 from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
-from lightning_hetero.schedules import Schedule
-from lightning_hetero.simulator import RooflineCost, StageShape, StateLayout
+from lightning_hetero.simulator import MicroBatchShape, RooflineCost, StageShape, StateLayout
 
 __all__ = ["Contingencies", "Job", "foresee", "losses_to_plan_for", "num_batches_of"]
 
 _DEFAULT_SAMPLES = 8
-"""Samples of a rank's batch if none are found."""
+"""Samples of a rank's batch if no number is found."""
 _DEFAULT_LENGTH = 512
-"""Tokens of a sample if none are found."""
+"""Tokens of a sample if no number is found."""
 _MAX_PARTS = 4
-"""Most micro-batches into which a batch is cut, besides single samples."""
+"""Largest number of micro-batches into which a batch is cut, besides single samples."""
 _SCHEDULED = 4
-"""Number of plans, the best ones under 1F1B, that are simulated under a solved schedule. That takes
-a second or two."""
+"""Number of plans, the best ones under 1F1B, that are simulated under a computed schedule. That
+takes one or two seconds."""
 _MOST_IN_PAIRS = 8
-"""Most ranks, and most nodes, for which the loss of any two of them is planned for."""
+"""Largest number of ranks, and of nodes, for which losses of any two are prepared."""
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a plan is for: cluster, model and the size of an iteration."""
+    """A search for the ranks that run, and whether it is needed."""
 
-    cluster: Cluster
-    model: ModelSpec
-    states: StateLayout
-    sequence_length: int
-    batch_size: int
-    num_batches: int
-    """The loader's batches in an iteration."""
-    microbatch_sizes: tuple[int, ...]
+    task: PlanningTask
+    """The search, without measured costs; its sizes of micro-batches divide the iteration."""
+    batch: MicroBatchShape
+    """The samples of a rank's batch."""
+    is_described: bool
+    """Whether the user describes the cluster."""
     assumed: tuple[str, ...]
-    """Texts about numbers that weren't found and are assumed."""
-    schedule: Schedule = Schedule.ONE_F_ONE_B
+    """Descriptions of numbers that weren't found and are assumed."""
 
     @classmethod
     def of(
@@ -80,7 +76,7 @@ class Job:
         if cluster.num_ranks != facts.comms.world_size:
             raise ClusterError(
                 f"The cluster has {cluster.num_ranks} devices but {facts.comms.world_size} "
-                "processes run. Start one process a device, or describe the devices that run."
+                "processes run. Start one process per device, or describe the devices that run."
             )
         found = facts.sizes()
         assumed = []
@@ -92,79 +88,71 @@ class Job:
         if length is None:
             length = _DEFAULT_LENGTH
             assumed.append(f"sequence_length {length}")
-        return cls(
+        total, wanted = samples * num_batches_of(facts), options.microbatch_sizes
+        sizes = sorted(size for size in wanted or _sizes_of(samples) if total % size == 0)
+        basis = PlanBasis(
             cluster=corrected_cluster(cluster, seats),
             model=model,
             states=_states_of(facts, seats),
-            sequence_length=length,
-            batch_size=samples,
-            num_batches=num_batches_of(facts),
-            microbatch_sizes=options.microbatch_sizes or _sizes_of(samples),
+            workload=Workload(
+                sequence_length=length,
+                global_batch_size=total,
+                sequences_per_microbatch=sizes[0] if sizes else 1,
+            ),
+            profile=None,
+        )
+        searching = PlanningOptions(
+            tp_degrees=options.tp_degrees,
+            # The best plan under 1F1B needn't be the best under a solved schedule.
+            num_candidates=_SCHEDULED if facts.schedule.is_solved else 1,
+            # The run should start soon, and there are many cases to prepare for.
+            thorough=False,
+        )
+        return cls(
+            task=PlanningTask(
+                basis=basis, options=searching, sizes=tuple(sizes), schedule=facts.schedule
+            ),
+            batch=(length,) * samples,
+            is_described=options.cluster is not None,
             assumed=tuple(assumed),
-            schedule=facts.schedule,
         )
 
-    def without(
-        self, lost: Collection[int], options: AutoPlan, facts: RunFacts, seats: Sequence[Seat]
-    ) -> "Job":
+    @property
+    def basis(self) -> PlanBasis:
+        """All inputs of a plan's prediction but measured costs."""
+        return self.task.basis
+
+    def without(self, lost: Collection[int], facts: RunFacts, seats: Sequence[Seat]) -> "Job":
         """Return the job without some ranks; an iteration keeps its size."""
         left = [seat for rank, seat in enumerate(seats) if rank not in lost]
-        is_described = options.cluster is not None
-        cluster = self.cluster.without(lost) if is_described else cluster_of(left)
+        cluster = self.basis.cluster.without(lost) if self.is_described else cluster_of(left)
         cluster = corrected_cluster(_cluster_for(facts, cluster), left)
-        return replace(self, cluster=cluster, states=_states_of(facts, left))
+        basis = replace(self.basis, cluster=cluster, states=_states_of(facts, left))
+        return replace(self, task=replace(self.task, basis=basis))
 
-    def needs_no_search(self, options: AutoPlan) -> bool:
-        """Whether one pipeline per rank is best: devices are equal, and hold model and batch.
+    def measured(self, profile: Profile | None) -> PlanningTask:
+        """Return the search with measured costs; None searches by data sheets."""
+        return replace(self.task, basis=replace(self.basis, profile=profile))
 
-        Predicted by the roofline.
+    def needs_no_search(self) -> bool:
+        """Whether one pipeline per rank is best: devices are equal and have room for the model.
+
+        Predicted from data sheets.
         """
-        if options.cluster is not None or len({node.device for node in self.cluster.nodes}) > 1:
+        basis = self.basis
+        if self.is_described or len({node.device for node in basis.cluster.nodes}) > 1:
             return False
         # With one micro-batch, gradients aren't summed over micro-batches.
-        states = replace(self.states, summed_bytes=self.states.gradient_bytes)
-        cost = RooflineCost(self.cluster, self.model, layout=states)
-        name = self.cluster.nodes[0].device
-        shape = StageShape(name, 1, self.model.num_layers, has_embedding=True, has_head=True)
-        batch = (self.sequence_length,) * self.batch_size
-        needed = cost.stage_memory(shape, self.cluster.num_ranks, [batch], 1)
+        states = replace(basis.states, summed_bytes=basis.states.gradient_bytes)
+        cost = RooflineCost(basis.cluster, basis.model, layout=states)
+        name = basis.cluster.nodes[0].device
+        shape = StageShape(name, 1, basis.model.num_layers, has_embedding=True, has_head=True)
+        needed = cost.stage_memory(shape, basis.cluster.num_ranks, [self.batch], 1)
         return needed.total <= cost.usable_bytes(name)
-
-    def tasks(self, options: AutoPlan, profile: Profile | None) -> tuple[PlanningTask, ...]:
-        """Return the search over sizes of micro-batches that divide the iteration, if any do."""
-        batch = self.batch_size * self.num_batches
-        sizes = tuple(sorted(size for size in self.microbatch_sizes if batch % size == 0))
-        if not sizes:
-            return ()
-        task = self.task(options, profile, sizes[0])
-        if self.schedule.is_solved:
-            # The best plan under 1F1B needn't be the best under a solved schedule.
-            more = replace(task.options, num_candidates=_SCHEDULED)
-            task = replace(task, options=more, schedule=self.schedule)
-        return (replace(task, sizes=sizes),)
-
-    def task(
-        self, options: AutoPlan, profile: Profile | None, microbatch_size: int
-    ) -> PlanningTask:
-        """Return the search for one size of micro-batches."""
-        basis = PlanBasis(
-            cluster=self.cluster,
-            model=self.model,
-            states=self.states,
-            workload=Workload(
-                sequence_length=self.sequence_length,
-                global_batch_size=self.batch_size * self.num_batches,
-                sequences_per_microbatch=microbatch_size,
-            ),
-            profile=profile,
-        )
-        # The run should start soon, and there are many losses to plan for.
-        searching = PlanningOptions(tp_degrees=options.tp_degrees, num_candidates=1, thorough=False)
-        return PlanningTask(basis=basis, options=searching)
 
 
 def _cluster_for(facts: RunFacts, cluster: Cluster) -> Cluster:
-    """Return the cluster, without its hosts' memory if owned slices must live on devices."""
+    """Return the cluster, without hosts' memory if owned slices must be on devices."""
     if facts.owned_device is not OwnedDevice.DEVICE:
         return cluster
     nodes = tuple(replace(node, host_memory_bytes=None) for node in cluster.nodes)
@@ -183,26 +171,24 @@ def num_batches_of(facts: RunFacts) -> int:
 
 def foresee(
     job: Job,
-    options: AutoPlan,
     facts: RunFacts,
     seats: Sequence[Seat],
-    tasks_of: Callable[[Job], Iterable[Task[object]]],
+    task_of: Callable[[Job], Task[object] | None],
 ) -> tuple[Task[object], ...]:
     """Return the tasks that this rank would have to solve if others were lost.
 
     Args:
         job: The present job.
-        options: The user's facts and choices.
         facts: The facts of the run.
         seats: Every rank's device, by global rank.
-        tasks_of: Returns the tasks of a job without the lost ranks.
+        task_of: Returns the task of a job without the lost ranks, if it needs one.
     """
-    found: list[Task[object]] = []
-    for lost in losses_to_plan_for(seats, facts.comms.global_rank):
-        left = job.without(lost, options, facts, seats)
-        if left.cluster.num_ranks > 1:
-            found += tasks_of(left)
-    return tuple(found)
+    jobs = [
+        job.without(lost, facts, seats)
+        for lost in losses_to_plan_for(seats, facts.comms.global_rank)
+    ]
+    tasks = [task_of(left) for left in jobs if left.basis.cluster.num_ranks > 1]
+    return tuple(task for task in tasks if task is not None)
 
 
 def _sizes_of(samples: int) -> tuple[int, ...]:
@@ -212,7 +198,7 @@ def _sizes_of(samples: int) -> tuple[int, ...]:
 
 
 def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[frozenset[int]]:
-    """Yield the sets of ranks that may be lost together and leave `global_rank` as the first.
+    """Yield the sets of ranks whose loss would make `global_rank` the first remaining rank.
 
     Args:
         seats: Every rank's device, by global rank.
@@ -232,14 +218,14 @@ def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[froz
 
 
 class Contingencies:
-    """One rank's solved tasks, and those that it is solving in the background."""
+    """One rank's solved tasks, and those that it solves in the background."""
 
     def __init__(self) -> None:
         self._answers: list[tuple[Task[Any], Any]] = []
         self._solving: tuple[AnsweringProcess, threading.Thread] | None = None
 
     def prepare(self, tasks: Sequence[Task[object]]) -> None:
-        """Begin to solve tasks in the background; earlier ones not solved yet are dropped."""
+        """Begin to solve tasks in the background; earlier unsolved ones are dropped."""
         self.stop()
         known = [task for task, _ in self._answers]
         new: list[Task[object]] = []
@@ -263,7 +249,7 @@ class Contingencies:
         return task.solve()
 
     def stop(self) -> None:
-        """Stop solving; answers that are known are kept."""
+        """Stop solving; known answers are kept."""
         solving, self._solving = self._solving, None
         if solving is not None:
             process, thread = solving

@@ -1,8 +1,8 @@
 """Explain what filled a device that ran out of memory, and correct the plans of later starts.
 
-The error remains torch's own. A note is added, which the other ranks' errors have as well: the
-stage, and the predicted and actual bytes, term by term. A correction for later plans is written
-into the folder of the measured profiles (`runtime.setup.profile_cache`).
+The error remains torch's own. A note is added to it, and to the errors of other ranks: the stage,
+and the predicted and actual bytes, term by term. A correction for later plans is written to the
+folder of measured profiles (`runtime.setup.profile_cache`).
 """
 
 import math
@@ -52,29 +52,29 @@ class OutOfMemory:
     """A rank's memory when an allocation failed.
 
     Let P_s be the predicted bytes of states, P_m those of all micro-batches, and P_m(k) those of
-    the k micro-batches that were in flight. The correction factor is the bytes that were needed
-    beside states, divided by P_m(k). The corrected peak P_s + factor · P_m is above the corrected
-    usable memory of the device, so the failed plan is never chosen again.
+    the k micro-batches that were in flight. The correction factor is the number of bytes that were
+    needed besides states, divided by P_m(k). The corrected peak P_s + factor · P_m is larger than
+    the corrected usable memory of the device, so no planner chooses the failed plan again.
     """
 
     predicted: MemoryTerms
-    """The predicted peak of its stage; states alone if nothing more was predicted."""
+    """The predicted peak of its stage; only states if nothing more was predicted."""
     live_bytes: int
     """Bytes that were in use."""
     requested_bytes: int
     """Bytes of the allocation that failed; 0 if unknown."""
     state_bytes: int
-    """Bytes in use that were weights, gradients and owned states."""
+    """Bytes in use that belonged to weights, gradients and owned states."""
     usable_bytes: float
     """Bytes of the device that the plan expected to be free to use."""
     in_flight: float = 1.0
-    """Micro-batches in flight at the failure, as a share of the plan's most, above 0 to 1."""
+    """Micro-batches in flight at the failure, divided by the plan's maximum: above 0, up to 1."""
 
     def correct(self, known: MemoryCorrection) -> MemoryCorrection:
-        """Return the correction that planners must apply from now on.
+        """Return the correction for planners to apply from now on.
 
         Args:
-            known: The correction that the prediction included already.
+            known: The correction that was already part of the prediction.
         """
         predicted, needed = self.predicted, self.live_bytes + self.requested_bytes
         passing = predicted.recomputed + predicted.head + predicted.messages
@@ -87,7 +87,7 @@ class OutOfMemory:
         )
         usable = None
         if min(needed, peak) <= self.usable_bytes:
-            # The device holds less than expected; what was live did fit.
+            # The device has less memory than expected; what was in use did fit.
             usable = max(0, min(self.live_bytes, math.ceil(peak) - 1))
         found = MemoryCorrection(
             activation_factor=factor * known.activation_factor, usable_bytes=usable
@@ -134,10 +134,10 @@ def _count(tree: object, seen: set[int]) -> int:
 
 
 class MemoryWatch:
-    """Explains out-of-memory errors on one rank, and tells whether another plan fits.
+    """Explains out-of-memory errors on one rank, and says whether another plan fits.
 
     Args:
-        start: What was known of the run when it began.
+        start: What was known about the run when it began.
         engine: The run's engine.
         optimizers: Returns the run's optimizers.
     """
@@ -152,7 +152,7 @@ class MemoryWatch:
         self._elsewhere = max(0, _resident_bytes() - _Live.of(engine, ()).states)
 
     def has_room(self, plan: ParallelPlan) -> bool:
-        """Return whether each rank's memory suffices for its place in a plan."""
+        """Return whether each rank has enough memory for its place in a plan."""
         start = self._start
         return (start if start.plan == self._engine.plan else self._now()).has_room(plan)
 
@@ -169,7 +169,7 @@ class MemoryWatch:
         return used, facts.used_bytes or 0.0
 
     def _now(self) -> StartUp:
-        """Return what is known under the plan that runs now."""
+        """Return what is known about the plan that is running now."""
         return replace(self._start, plan=self._engine.plan)
 
     @contextmanager
@@ -182,21 +182,21 @@ class MemoryWatch:
             raise
 
     def explain(self, error: BaseException, *, trains: bool = False) -> None:
-        """Add an explanation to the run's first out-of-memory error, and keep the correction.
+        """Explain the run's first out-of-memory error in a note, and store the correction.
 
         Args:
             error: Any error that ends the run; others than out of memory are ignored.
-            trains: Whether it comes from a training iteration, in which activations are held;
+            trains: Whether it occurred in a training iteration, when activations are in memory;
                 between iterations, or in evaluation, their room is free.
         """
         if self._has_explained or not is_out_of_memory(error):
             return
         self._has_explained = True
-        # The user must see this error even if its explanation fails.
+        # The user must see this error even if explaining it fails.
         try:
             error.add_note(self._explain(error, trains=trains))
         except Exception as problem:
-            error.add_note(f"What filled the device can't be told: {problem!r}")
+            error.add_note(f"What filled the device is unknown: {problem!r}")
 
     def _explain(self, error: BaseException, *, trains: bool) -> str:
         engine, live = self._engine, _Live.of(self._engine, self._optimizers())
@@ -246,22 +246,22 @@ class MemoryWatch:
         return max(0, _resident_bytes() - self._elsewhere), requested
 
     def _keep(self, found: MemoryCorrection, known: MemoryCorrection) -> list[str]:
-        """Write the correction for later plans; return lines that explain it."""
+        """Store the correction for later plans; return lines that explain it."""
         name = self._start.device_names[self._engine.comms.global_rank]
         file = self._start.facts.correction_file(name)
         try:
             file.add(found)
         except OSError as problem:
-            return [f"It can't be kept for the next start: {problem}"]
+            return [f"It can't be stored for the next start: {problem}"]
         learnt = []
         if found.activation_factor > known.activation_factor:
             learnt.append(f"activations, logits and messages count {found.activation_factor:.2f}×")
         if found.usable_bytes is not None:
             learnt.append(f"no more than {found.usable_bytes / _MIB:,.1f} MiB are used")
         return [
-            f"From the next start on automatic plans count with it: {' and '.join(learnt)} on "
-            f"{name} ({file.path}; delete it if something else has filled the device). A plan "
-            "that is given needs fewer layers here, recomputed_layers, or smaller micro-batches."
+            f"From the next start on automatic plans include it: {' and '.join(learnt)} on "
+            f"{name} ({file.path}; delete it if something else has filled the device). A given "
+            "plan needs fewer layers here, recomputed_layers, or smaller micro-batches."
         ]
 
 

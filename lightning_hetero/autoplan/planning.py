@@ -3,21 +3,21 @@
 `PlanRequest` is what the user asks for by `HeteroStrategy(plan=…)`; `PlanRequest.answer` returns
 the plans for a run, `facts.RunPlans`. For `plan="auto"`, `make_plan` goes through these steps:
 
-1. With one rank, or a module without layers: one pipeline per rank, as under DDP; done. 2. Detect
-the cluster from the ranks, the model's sizes from the module, and the size of an iteration
-   from loader, data module or options.
-3. If devices are equal and each holds the whole model: one pipeline per rank, without a search;
-done. 4. Find the costs of computing: from data sheets (the roofline) if all devices are known, else
-from a
-   measured or cached profile.
+1. With one rank, or a module without layers: one pipeline per rank, as under DDP; done.
+2. Detect the cluster from the ranks, the model's sizes from the module, and the size of an
+   iteration from loader, data module or options.
+3. If the devices are equal and each has room for the whole model: one pipeline per rank, without a
+   search; done.
+4. Find the costs of computing: from data sheets (the roofline) if all devices are known, else from
+   a measured or cached profile.
 5. Rank 0 searches for the best plan, with several sizes of micro-batches, and sends it to all
-ranks.
+   ranks.
 
-If a data module assigns samples of different lengths to plans, several plans are proposed for these
-lengths (Hydraulis §7); the first of them is the best single plan.
+If a data module assigns samples of different lengths, several plans are made for these lengths
+(Hydraulis §7); the first of them is the best single plan.
 
-An iteration of other data takes as many samples as under DDP, the loader's batch times the ranks,
-whatever the plan, so planning changes no hyperparameter (AutoHet §III, Algorithm 1).
+With other data an iteration takes as many samples as under DDP, the loader's batch times the number
+of ranks, under any plan. So planning changes no hyperparameter (AutoHet §III, Algorithm 1).
 """
 
 import datetime
@@ -44,6 +44,7 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profile_cache import profile_seats
 from lightning_hetero.runtime.setup.profiling import ProfileOptions
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import (
     bound_line,
     fitting_lines,
@@ -57,9 +58,9 @@ __all__ = ["PlanRequest", "make_plan"]
 
 _MAX_PROFILED_TOKENS = 4096
 _UNKNOWN_SIZES = (
-    "This module's sizes can't be told (no list of layers, or layers without matrices), so nothing "
-    "was planned: every rank gets a whole model and as many samples, however fast it is. Name the "
-    'list with layers="model.blocks", or give a plan.'
+    "This module's sizes are unknown (no list of layers, or layers without matrices), so nothing "
+    "was planned: every rank gets a whole model and equally many samples, however fast it is. Name "
+    'the list with layers="model.blocks", or give a plan.'
 )
 
 
@@ -78,7 +79,7 @@ class PlanRequest:
     num_candidate_plans: int = 1
     """Number of plans to make for a `HeteroDataModule`."""
     contingencies: Contingencies = field(default_factory=Contingencies, compare=False, repr=False)
-    """Plans that are made in advance, for losses of ranks."""
+    """Plans that are made in advance for losses of ranks."""
 
     def __post_init__(self) -> None:
         for name in ("num_stages", "num_candidate_plans"):
@@ -114,10 +115,10 @@ class PlanRequest:
         return cls(plan=plan, num_stages=stages, num_candidate_plans=num_candidate_plans)
 
     def check_world_size(self, world_size: int) -> None:
-        """Refuse a request that can't run on a number of processes, before these are started.
+        """Refuse a request that a number of processes can't run, before they are started.
 
         Raises:
-            PlanError: The given plan names other ranks, or equal pipelines don't take all of them.
+            PlanError: The given plan names other ranks, or equal pipelines don't use all of them.
         """
         if isinstance(self.plan, ParallelPlan):
             self.plan.check_world_size(world_size)
@@ -129,12 +130,12 @@ class PlanRequest:
     def for_survivors(
         self, world_size: int, first_ranks: Sequence[int] | None = None
     ) -> "PlanRequest":
-        """Return the request after a loss of ranks; if its plan can't run, one is made anew.
+        """Return the request after a loss of ranks; a plan that can't run any more is replaced.
 
         Args:
-            world_size: Number of ranks that are left.
+            world_size: Number of remaining ranks.
             first_ranks: Their ranks in the first start; None if there are joiners, whose devices
-                no described cluster contains.
+                aren't in the cluster that the user describes.
         """
         if isinstance(self.plan, AutoPlan) and self.plan.cluster is not None and not first_ranks:
             rank_zero_warn(
@@ -144,7 +145,7 @@ class PlanRequest:
         try:
             self.check_world_size(world_size)
         except PlanError as error:
-            rank_zero_info("The given plan can't run any more (%s); another one is made.", error)
+            rank_zero_info("The given plan can't run any more (%s), so another one is made.", error)
             return replace(self, plan=AutoPlan(), num_stages=1)
         return self
 
@@ -211,8 +212,8 @@ def make_plan(
         num_candidate_plans: Number of plans to make for data that a data module assigns.
 
     Raises:
-        PlanningError: The model fits on these devices under no plan.
-        ClusterError, ProfileError: The given cluster or profile is wrong or for something else.
+        PlanningError: Under no plan does the model fit on these devices.
+        ClusterError, ProfileError: The given cluster or profile is invalid or for something else.
     """
     if facts.comms.world_size == 1:
         return _data_parallel(facts, "nothing: there is one rank")
@@ -231,17 +232,17 @@ def make_plan(
         )
         return _plan_for_data(options, facts, model, seats, contingencies, choosing)
     job = facts.comms.on_rank_0(lambda: Job.of(options, facts, model, seats))
-    if not unequal and job.needs_no_search(options):
+    if not unequal and job.needs_no_search():
         return _data_parallel(
             facts, "data parallelism: the devices are equal and hold the whole model"
         )
     profile = _profile_of(options, job, seats, facts, _uniform_microbatches(job))
-    found = facts.comms.on_rank_0(lambda: _search(job, options, contingencies, profile))
+    found = facts.comms.on_rank_0(lambda: _search(job, contingencies, profile))
 
-    def tasks_of(left: Job) -> tuple[PlanningTask, ...]:
-        return () if left.needs_no_search(options) else left.tasks(options, profile)
+    def task_of(left: Job) -> PlanningTask | None:
+        return None if left.needs_no_search() or not left.task.sizes else left.measured(profile)
 
-    return replace(found, foreseen=foresee(job, options, facts, seats, tasks_of))
+    return replace(found, foreseen=foresee(job, facts, seats, task_of))
 
 
 def _plan_for_data(
@@ -252,25 +253,27 @@ def _plan_for_data(
     contingencies: Contingencies,
     choosing: CandidateOptions,
 ) -> AutoPlanned:
-    """Propose plans for samples of different lengths (Hydraulis §7); collective over all ranks."""
+    """Make plans for samples of different lengths (Hydraulis §7); collective over all ranks."""
     assert facts.data is not None
     data = facts.comms.on_rank_0(facts.data)
     samples = max(1, data.tokens_per_step // (data.typical * num_batches_of(facts)))
-    typical = replace(options, sequence_length=data.typical, batch_size=samples)
-    job = facts.comms.on_rank_0(lambda: Job.of(typical, facts, model, seats))
+    typical = replace(
+        options, sequence_length=data.typical, batch_size=samples, microbatch_sizes=(1,)
+    )
+    usual = replace(facts, schedule=Schedule.ONE_F_ONE_B)
+    job = facts.comms.on_rank_0(lambda: Job.of(typical, usual, model, seats))
     profile = _profile_of(options, job, seats, facts, _varied_microbatches(data.longest))
 
     def task_of(planned: Job) -> ProposalTask:
         return ProposalTask(
-            typical=planned.task(options, profile, 1),
+            typical=planned.measured(profile),
             lengths=tuple(data.lengths.tolist()),
             tokens_per_step=data.tokens_per_step,
             options=choosing,
         )
 
     found = facts.comms.on_rank_0(lambda: _propose(task_of(job), contingencies, data))
-    foreseen = foresee(job, options, facts, seats, lambda left: [task_of(left)])
-    return replace(found, foreseen=foreseen)
+    return replace(found, foreseen=foresee(job, facts, seats, task_of))
 
 
 def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
@@ -282,13 +285,13 @@ def _data_parallel(facts: RunFacts, reason: str) -> AutoPlanned:
 
 def _uniform_microbatches(job: Job) -> tuple[tuple[int, ...], ...]:
     """Return the micro-batches to measure if all samples have one length."""
-    shapes = [(job.sequence_length,) * size for size in sorted(job.microbatch_sizes)]
+    shapes = [job.batch[:1] * size for size in job.task.sizes or (1,)]
     small = [shape for shape in shapes if sum(shape) <= _MAX_PROFILED_TOKENS]
     return tuple(small or shapes[:1])
 
 
 def _varied_microbatches(longest: int) -> tuple[tuple[int, ...], ...]:
-    """Return micro-batches to measure, from which costs per l², token and micro-batch follow."""
+    """Return micro-batches to measure: costs per length², token and micro-batch follow."""
     top = min(longest, _MAX_PROFILED_TOKENS)
     shapes = [(top // 16,), (top // 4,), (top // 4,) * 4, (top,)]
     return tuple(dict.fromkeys(shape for shape in shapes if shape[0] > 0))
@@ -301,14 +304,14 @@ def _profile_of(
     facts: RunFacts,
     microbatches: tuple[tuple[int, ...], ...],
 ) -> Profile | None:
-    """Return measured costs, or None if the roofline suffices; called by all ranks."""
+    """Return measured costs, or None if data sheets suffice; called by all ranks."""
     given = options.profile
     if given is not None:
         age = datetime.timedelta(days=options.max_profile_age_days)
 
         def read() -> Profile:
             profile = given if isinstance(given, Profile) else Profile.load(given)
-            profile.check(model=job.model, max_age=age)
+            profile.check(model=job.basis.model, max_age=age)
             return profile
 
         return facts.comms.on_rank_0(read)
@@ -317,23 +320,22 @@ def _profile_of(
     measured = ProfileOptions(
         microbatches=microbatches, tp_degrees=options.tp_degrees, max_block=4, num_repeats=7
     )
-    return profile_seats(job.model, measured, seats, facts.comms, facts.device)
+    return profile_seats(job.basis.model, measured, seats, facts.comms, facts.device)
 
 
-def _search(
-    job: Job, options: AutoPlan, contingencies: Contingencies, profile: Profile | None
-) -> AutoPlanned:
+def _search(job: Job, contingencies: Contingencies, profile: Profile | None) -> AutoPlanned:
+    task = job.measured(profile)
     found: PlanningResult | PlanningError = PlanningError("No micro-batch size divides the batch.")
-    for task in job.tasks(options, profile):
-        found, basis = contingencies.solve(task), task.basis
+    if task.sizes:
+        found = contingencies.solve(task)
     if isinstance(found, PlanningError):
         raise PlanningError(
             f"{found} To run it all the same, give a plan: HeteroStrategy(plan=...)."
         )
     return AutoPlanned(
         plan=found.best.plan,
-        basis=replace(basis, workload=found.workload),
-        summary=_summary(job, found, basis),
+        basis=replace(task.basis, workload=found.workload),
+        summary=_summary(job, found, task.basis),
         simulation=found.best.simulation,
         lower_bound_s=found.lower_bound_s,
     )

@@ -1,8 +1,8 @@
 """Report a run when it starts: devices, plan, memory, iteration time, bound.
 
-The report looks like that of `lightning-hetero plan`. For an automatic plan it has the predictions
-of the planner. For a given plan, memory is counted from the run's slices, and an iteration is
-simulated if all devices have data sheets and the size of a batch is known.
+The report looks like that of `lightning-hetero plan`. For an automatic plan it contains the
+planner's predictions. For a given plan, memory is computed from the run's slices, and an iteration
+is simulated if all devices have data sheets and the batch size is known.
 """
 
 import math
@@ -34,19 +34,18 @@ from lightning_hetero.simulator import (
     plan_table,
     prediction_lines,
     simulate,
-    simulated_facts,
     usable_bytes,
 )
 
 __all__ = ["StartUp"]
 
 _NAMED_STANDBYS = 8
-"""The report lists each rank's standby in runs of up to so many ranks."""
+"""The report lists the standby of each rank up to this number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """What is known of a run before its first step; `str()` gives a report for people."""
+    """What is known about a run before its first step; `str()` gives a report for people."""
 
     plan: ParallelPlan
     """The plan that runs first."""
@@ -54,7 +53,7 @@ class StartUp:
     cluster: Cluster
     """The devices that run it, in order of rank."""
     device_names: tuple[str, ...]
-    """Each rank's own name of its device."""
+    """The name of each rank's device, as the device reports it."""
     auto: AutoPlanned | None
     """The automatic plan and its basis; None if a plan was given."""
     specs: Sequence[ParameterSpec]
@@ -64,7 +63,7 @@ class StartUp:
     num_batches: int
     """The loader's batches in an iteration."""
     num_microbatches: int
-    """Micro-batches of pipelines for which the plan names no number."""
+    """Number of micro-batches of pipelines for which the plan gives none."""
 
     @classmethod
     def gather(
@@ -85,10 +84,10 @@ class StartUp:
         )
 
     def has_room(self, plan: ParallelPlan) -> bool:
-        """Return whether each rank's memory suffices for its place in another plan.
+        """Return whether each rank has enough memory for its place in another plan.
 
-        Counted are the weights and gradients of the place, the slices that the rank owns under any
-        plan, and the micro-batches, if they are predicted for the place.
+        It adds the weights and gradients of the place, the slices that the rank owns under any
+        plan, and the micro-batches, if these are predicted for the place.
         """
         needed = [terms.total for terms in state_memory(plan, self.facts, self.specs, self.slices)]
         is_alike = [p.num_stages for p in plan.pipelines] == [
@@ -98,7 +97,7 @@ class StartUp:
             known = self.stage_facts[pipeline][index].memory if is_alike else None
             if known is None:
                 continue
-            # Counted as if all of it grew with layers, which is rather too much.
+            # As if all of it grew in proportion to the layers, which is rather too much.
             before = self.plan.pipelines[pipeline].stages[index].layers
             growth = max(1.0, len(stage.layers) / len(before))
             for rank in stage.ranks:
@@ -109,7 +108,7 @@ class StartUp:
         )
 
     @cached_property
-    def stage_facts(self) -> list[list[StageFacts]]:
+    def stage_facts(self) -> Sequence[Sequence[StageFacts]]:
         """Predictions for each stage, [pipeline][stage]; memory as far as sizes are known.
 
         Memory doesn't depend on a device's speed, so devices without a data sheet have it, too.
@@ -122,7 +121,7 @@ class StartUp:
 
     @property
     def known_correction(self) -> MemoryCorrection:
-        """The correction, from earlier runs that ran out of memory, included in predictions."""
+        """The correction from earlier out-of-memory errors that the predictions include."""
         is_planned = self._planned is not None or self._longest_microbatches is not None
         if not is_planned or self.auto is None or self.auto.basis is None:
             return MemoryCorrection()
@@ -135,7 +134,7 @@ class StartUp:
 
     @property
     def idle_warning(self) -> str | None:
-        """A warning of ranks without work; None if there are none."""
+        """A warning about ranks without work; None if there are none."""
         num_ranks = self.facts.comms.world_size
         idle = sorted(set(range(num_ranks)) - set(self.plan.ranks))
         if not idle:
@@ -143,8 +142,8 @@ class StartUp:
         speeds = [self._flops_per_s(self.cluster.device_of(rank)) for rank in range(num_ranks)]
         share = sum(speeds[rank] for rank in idle) / sum(speeds)
         return (
-            f"The plan gives ranks {idle} no layers: {len(idle)} of {num_ranks} devices stand "
-            f"idle, {share:.0%} of what all could compute. Give them a place in the plan, let "
+            f"The plan gives ranks {idle} no layers: {len(idle)} of {num_ranks} devices are "
+            f"idle, {share:.0%} of the total computing power. Give them a place in the plan, let "
             f"plan='auto' make one, or start {num_ranks - len(idle)} processes."
         )
 
@@ -157,7 +156,7 @@ class StartUp:
         varied = self.facts.data is not None
         counts = [None for _ in self.plan.pipelines] if varied else self._counts()
         table = plan_table(self.plan, known, counts)
-        # Lightning's own summary counts what rank 0 owns, the only parameters there are then.
+        # Lightning's own summary counts only what rank 0 owns.
         size = sum(spec.numel for spec in self.specs)
         head = (
             f"HeteroStrategy on {devices_line(self.cluster)}: {type(self.facts.module).__name__}, "
@@ -179,7 +178,7 @@ class StartUp:
     def _counts(self) -> tuple[int, ...]:
         return self.plan.count_microbatches(self.num_microbatches)
 
-    def _counted_facts(self) -> list[list[StageFacts]]:
+    def _counted_facts(self) -> Sequence[Sequence[StageFacts]]:
         """Return each stage's device and the memory of its fullest rank, without activations."""
         used = state_memory(self.plan, self.facts, self.specs, self.slices)
         found = []
@@ -201,12 +200,11 @@ class StartUp:
     def _flops_per_s(self, device: DeviceSpec) -> float:
         return device.flops_per_s(self.facts.state_layout().computes_in)
 
-    def _expect(self) -> tuple[list[list[StageFacts]], list[str]]:
+    def _expect(self) -> tuple[Sequence[Sequence[StageFacts]], list[str]]:
         """Return the expected facts of each stage, and lines on the expected iteration."""
         auto = self._planned
         if auto is not None and auto.simulation is not None:
-            assert auto.basis is not None
-            return simulated_facts(self.plan, auto.basis.cost(), auto.simulation), [auto.summary]
+            return auto.simulation.stages, [auto.summary]
         lines = [] if auto is None else [auto.summary]
         if (longest := self._longest_microbatches) is not None:
             return self._filled_facts(longest), [*lines, _longest_line(longest)]
@@ -221,18 +219,18 @@ class StartUp:
 
     @property
     def _longest_microbatches(self) -> list[MicroBatchShape] | None:
-        """The longest micro-batches of assigned data, if the plan was proposed for it."""
+        """The longest micro-batches of assigned data, if the plan was made for such data."""
         candidates = None if self.auto is None else self.auto.candidates
         return None if candidates is None else candidates.longest_microbatches(self.plan)
 
-    def _filled_facts(self, longest: Sequence[MicroBatchShape]) -> list[list[StageFacts]]:
+    def _filled_facts(self, longest: Sequence[MicroBatchShape]) -> Sequence[Sequence[StageFacts]]:
         """Return the facts of each stage if all micro-batches are as long as possible."""
         assert self.auto is not None
         assert self.auto.basis is not None
         cost = self.auto.basis.cost()
         pairs = zip(longest, self.plan.pipelines, strict=True)
         work = [[microbatch] * pipeline.num_stages for microbatch, pipeline in pairs]
-        found = simulated_facts(self.plan, cost, simulate(self.plan, cost, work))
+        found = simulate(self.plan, cost, work).stages
         return [[item._replace(busy=None) for item in row] for row in found]
 
     def _unknown(self) -> str | None:
@@ -251,7 +249,7 @@ class StartUp:
     def _model(self) -> ModelSpec | None:
         return infer_model_spec(self.facts.module, self.facts.layout)
 
-    def _simulate(self) -> tuple[list[list[StageFacts]], list[str]]:
+    def _simulate(self) -> tuple[Sequence[Sequence[StageFacts]], list[str]]:
         sizes, counts = self.facts.sizes(), self._counts()
         assert self._model is not None
         assert sizes.samples is not None
@@ -267,11 +265,11 @@ class StartUp:
             *model_lines(cost),
             f"limited by      {simulation.bottleneck}",
         ]
-        return simulated_facts(self.plan, cost, simulation), lines
+        return simulation.stages, lines
 
 
 def _longest_line(longest: Sequence[MicroBatchShape]) -> str:
     """Return a line with the lengths of micro-batches that the memory column assumes."""
     tokens = sorted({sum(microbatch) for microbatch in longest})
     least = f"{tokens[0]:,} to " if len(tokens) > 1 else ""
-    return f"memory          as micro-batches of up to {least}{tokens[-1]:,} tokens fill it"
+    return f"memory          when micro-batches of up to {least}{tokens[-1]:,} tokens fill it"

@@ -1,11 +1,11 @@
-"""`ElasticRestart`: leave together when a machine is about to go, so that nothing is lost.
+"""`ElasticRestart`: stop together when a machine is about to be taken away, and lose nothing.
 
-A SIGTERM or a provider's notice only sets a flag. The flag is part of each iteration's agreement,
-so all ranks learn of it in the same step, and none waits for it. At the end of that step all save,
-the parts of leaving nodes are copied to nodes that stay, and all processes end with an exit code on
-which torchrun restarts them on the nodes that are left (AutoHet §IV). A SIGTERM to the whole job
-may reach one node much later than another. So while ranks wait for the checkpoint, they go on
-telling each other who was told to go; if everybody was, they stay until it is uploaded.
+A SIGTERM or a provider's notice only sets a flag. Each iteration's agreement carries the flags, so
+all ranks learn of it in the same step, and none waits. At the end of that step all save, the parts
+of leaving nodes are copied to nodes that stay, and all processes end with an exit code on which
+torchrun restarts them on the remaining nodes (AutoHet §IV). A SIGTERM to the whole job may reach
+one node much later than another. So while ranks wait for the checkpoint, they go on telling each
+other which got one; if all did, they stay until it is uploaded.
 """
 
 import logging
@@ -44,7 +44,7 @@ __all__ = ["ElasticRestart"]
 _log = logging.getLogger(__name__)
 
 _SETTLE_S = 5.0
-"""Seconds after ranks begin to drain in which a SIGTERM may still reach the other nodes."""
+"""Seconds after ranks begin to stop in which a SIGTERM may still reach the other nodes."""
 
 
 class ElasticRestart(Callback):
@@ -58,40 +58,39 @@ class ElasticRestart(Callback):
 
     Needs a `LayerwiseCheckpoint` beside it, and for restarts torchrun with `--max-restarts`.
 
-    With `in_place=True` the loss of a rank ends no other process, ranks that are told to go leave
-    alone, and new processes may join. Another process is started on the device of a lost one. To
-    add more, start the same script, by hand or by another torchrun, with the address of the run's
-    store in its environment, which rank 0 prints: `LIGHTNING_HETERO_JOIN=host:port`. Joiners
-    prepare as much as they can alone, and join between two steps. The script must call `fit` before
-    `validate` and the like, and only once per Trainer.
+    With `in_place=True` the loss of a rank ends no other process, ranks that are told to leave do
+    so alone, and new processes may join. Another process is started on the device of a lost one. To
+    add more, start the same script, by hand or by another torchrun, with
+    `LIGHTNING_HETERO_JOIN=host:port` in its environment: the address of the run's store, which rank
+    0 prints. Joiners prepare alone as far as they can, and join between two steps. The script must
+    call `fit` before `validate` and the like, and once per Trainer.
 
-    The script then begins twice: the process that was started runs it until its first `fit` (or
-    `validate`, …), and from then on only watches a worker, which runs the script from beginning to
-    end. Started as `torchrun ... -m lightning_hetero.keep script.py` it begins once. For callbacks,
-    loggers and data modules each generation of ranks is a fit of its own: they get `teardown`, then
-    `on_generation(trainer, old, new)` if they have it, and `setup` again. From `on_generation` on,
-    `trainer.global_rank`, `world_size` and `is_global_zero` are new; rank 0 may be another process,
-    which then logs. `on_exception` isn't called. A callback's `state_dict` is restored to the step
-    from which training goes on; whatever else it holds stays. With redundancy, `state_dict` and
-    hooks `on_save_checkpoint` are called after each step.
+    The script then begins twice: in the process that was started, which at the first `fit` (or
+    `validate`, …) becomes the keeper of a worker, and in the worker. Started as `torchrun ... -m
+    lightning_hetero.keep script.py` it begins once. For callbacks, loggers and data modules each
+    generation of ranks is a fit: they get `teardown`, `on_generation(trainer, old, new)` if they
+    have it, and `setup` again. From `on_generation` on, `trainer.global_rank`, `world_size` and
+    `is_global_zero` are new; rank 0 may be another process, which then logs. `on_exception` isn't
+    called. A callback's `state_dict` is that of the step from which training goes on. With
+    redundancy, `state_dict` and `on_save_checkpoint` are called after each step.
 
     Args:
         preemption_notice: Tells whether this machine will be taken away, such as `AwsSpotNotice()`;
-            several are asked in turn. SIGTERM always counts.
+            if there are several, each is asked. SIGTERM always counts.
         drain_timeout_s: How long to wait at the end until the checkpoint is safe: on the nodes, or,
             if all nodes go, in the remote store. Providers give 30 s (GCP, Azure) or 120 s (AWS),
             torchrun 30 s after its SIGTERM.
-        in_place: Whether the other processes go on without a lost rank, under a plan for the ranks
-            that are left and with as many samples per iteration as before. With
+        in_place: Whether the other processes go on without a lost rank, under a plan for the
+            remaining ranks and with as many samples per iteration as before. With
             `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost.
-            They go on from the newest checkpoint, and the log says why, if a row's owner and
-            standby are both lost, a step was half made or made by some ranks only, or an epoch or
-            training was about to end. A validation in mid-epoch that was due is run (again). Ranks
-            that leave on a notice, and joiners, cost no step, because all save first. In other
-            cases (no checkpoint yet, the store's node lost or told to go, a fault that comes back)
-            all processes end, as without this option.
-        heartbeat_timeout: With `in_place`, how late a rank's heartbeat may be once training has
-            begun (before that 20 s); later it counts as lost. Dead processes are noticed at once.
+            They go on from the newest checkpoint, and the log says why, if a slice's owner and
+            standby are both lost, if a step was made half or by some ranks only, or if an epoch or
+            training was about to end. A validation in mid-epoch that was due is run. Ranks that
+            leave on a notice, and joiners, cost no step: all save first. In other cases (no
+            checkpoint yet, the store's node lost, a fault that recurs) all processes end, as
+            without this option.
+        heartbeat_timeout: With `in_place`, how long a rank may show no heartbeat during training
+            (20 s before) until it counts as lost. Dead processes are noticed at once.
         replace_lost: With `in_place`, whether another process is started on the device of one that
             was lost (not of one that left): after 5 s, and if one is lost there again within an
             hour, after 20 s, 80 s, …, 10 minutes. Never after SIGTERM, SIGINT or SIGHUP.
@@ -124,7 +123,7 @@ class ElasticRestart(Callback):
         self._drain_timeout_s = drain_timeout_s
         self._sigterm: SigtermNotice | None = None
         self._between: SigtermNotice | None = None
-        """Notes a SIGTERM between the end of a fit and the start of training in the next one."""
+        """Notes a SIGTERM between the end of a fit and the start of training in the next fit."""
         self._watcher: NoticeWatcher | None = None
         self._checkpoint: SavesSlices | None = None
         self._global_rank = 0
@@ -162,7 +161,7 @@ class ElasticRestart(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Until now SIGTERM was handled by Lightning, or by the strategy in its place.
+        # Until now Lightning handled SIGTERM, or the strategy in its place.
         strategy = run_of(trainer).strategy
         was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
         self._sigterm = self._hear_sigterm(told=was_told)
@@ -186,8 +185,8 @@ class ElasticRestart(Callback):
     def _sees_joiners(self, trainer: pl.Trainer) -> bool:
         """On rank 0, whether joiners wait that may join after this step.
 
-        They may not join after an epoch's last step: a checkpoint from before the epoch's end lacks
-        what that end changes. A step later they may, even if it ends an epoch, too.
+        Not after an epoch's last step: a checkpoint from before the epoch's end lacks what that end
+        changes. One step later they may, even if that step also ends an epoch.
         """
         strategy = run_of(trainer).strategy
         members = None if strategy is None else strategy.processes.membership
@@ -197,8 +196,8 @@ class ElasticRestart(Callback):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # The next generation makes up for a validation in mid-epoch, but not for one at the end of
-        # an epoch, or of training: joiners wait for that, ranks that leave may have no time to.
+        # The next generation repeats a validation in mid-epoch, but not one at the end of an epoch,
+        # or of training: joiners wait for that, and ranks that leave may have no time for it.
         at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
         if self._change is not None and (self._change.leaving or not at_end):
             change, self._change = self._change, None
@@ -231,13 +230,13 @@ class ElasticRestart(Callback):
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this process was told to go, which all ranks know one step later."""
+        """Whether this process was told to leave; all ranks know it one step later."""
         is_told = self._sigterm is not None and self._sigterm.pending() is not None
         return is_told or self._loses_machine
 
     @property
     def _loses_machine(self) -> bool:
-        """Whether all processes of this machine are to go."""
+        """Whether all processes of this machine are to leave."""
         is_told = self._watcher is not None and self._watcher.pending() is not None
         return is_told or self._is_excluded
 
@@ -265,7 +264,7 @@ class ElasticRestart(Callback):
     def _stop_in_place(self, trainer: pl.Trainer, told_to_leave: Collection[int]) -> None:
         """Before the next step, let ranks leave that were told to, and let joiners in.
 
-        Saves only if the ranks that stay don't hold all rows; all leave if those couldn't go on.
+        Saves only if the ranks that stay don't have all rows; all leave if these couldn't go on.
         """
         assert self._checkpoint is not None
         ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
@@ -319,14 +318,15 @@ class ElasticRestart(Callback):
         drain_s = time.monotonic() - start_s
         note(trainer, "leaving", ranks=sorted(leaving), drain_s=drain_s, error=error_seen)
         if self._loses_machine and self._is_first_of_node and is_torchelastic_launched():
-            # Else the agent would bring this machine back into the run that it is about to leave.
+            # Otherwise the agent would bring this machine back into the run that it is about to
+            # leave.
             os.kill(os.getppid(), signal.SIGTERM)
         raise AgreedExit
 
     def _await_upload(
         self, trainer: pl.Trainer, saved: SavedCheckpoint, start_s: float
     ) -> frozenset[int]:
-        """Wait, as all ranks do, until none needs to; return the ranks that were told to go."""
+        """Wait, as all ranks do, until none needs to; return the ranks that were told to leave."""
         assert self._checkpoint is not None
         ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
         settled_s = min(_SETTLE_S, self._drain_timeout_s)
@@ -350,12 +350,12 @@ class ElasticRestart(Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # A SIGTERM that comes now only sets the flag, since this process ends anyway.
+        # A SIGTERM from now on only sets the flag, since this process ends anyway.
         self._stop_watching()
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # After the loss of a rank another fit follows, which acts on a SIGTERM that came before it.
+        # After the loss of a rank another fit follows, which handles a SIGTERM from before it.
         self._change, self._holds_back = None, False
         self._stop_watching()
         # Lightning has just restored the SIGTERM handler from before this fit.

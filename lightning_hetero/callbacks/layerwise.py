@@ -1,9 +1,9 @@
 """`LayerwiseCheckpoint`: save slices in the background, and go on from the newest checkpoint.
 
-At a step boundary every rank hands its slices, their optimizer state and the state of the loops to
-a `CheckpointWriter`; training waits only for the copy to host memory. When fitting starts, the
+After a step every rank passes its slices, their optimizer state and the state of Lightning's loops
+to a `CheckpointWriter`; training waits only for the copy to host memory. When fitting starts, the
 newest complete checkpoint in any place is restored, whatever plan and number of ranks saved it
-(AutoHet §IV). No algorithm lives here; see `lightning_hetero.checkpoint`.
+(AutoHet §IV). This callback only connects Lightning with `lightning_hetero.checkpoint`.
 """
 
 import time
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.access import Access, peers_of, probe
+from lightning_hetero.callbacks.checkpointing.access import Leases, peers_of, probe
 from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import (
@@ -41,12 +41,13 @@ from lightning_hetero.callbacks.checkpointing.training_state import (
 )
 from lightning_hetero.checkpoint import (
     CheckpointId,
+    CheckpointWriter,
     Peers,
     Recovered,
+    Recovery,
     SavedCheckpoint,
     WriterOptions,
 )
-from lightning_hetero.checkpoint.live import NothingLive
 from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.strategy.run import note, run_of
@@ -55,12 +56,12 @@ __all__ = ["LayerwiseCheckpoint"]
 
 
 class LayerwiseCheckpoint(Checkpoint):
-    """Save every n optimizer steps, layer by layer and slice by slice; resume by itself.
+    """Save every n optimizer steps, layer by layer and slice by slice, and resume automatically.
 
     `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
-    holds; a `ckpt_path` counts at the first start only. Delete the folders, on all nodes, to start
-    anew. Only one job at a time may use them. Works under `HeteroStrategy`, whatever the plans that
-    save and resume, and on a single device.
+    has; a `ckpt_path` is read at the first start only. To start anew, delete the folders on all
+    nodes. Only one job at a time may use them. The callback works under `HeteroStrategy`, also if
+    the run is resumed under another plan, and on a single device.
 
     ::
 
@@ -73,22 +74,23 @@ class LayerwiseCheckpoint(Checkpoint):
             checkpoints only in `local_dir`.
         every_n_train_steps: Optimizer steps between checkpoints; the last step is saved as well.
         local_dir: A folder on each node's own disk, not shared between nodes. A restart then reads
-            from the remote store only what no node has any more.
-        replicas: Number of nodes that keep each slice locally; 2 survives the loss of a node.
-        keep: Complete checkpoints to keep on disk and in the remote store.
-        shared_memory: Whether to keep the newest checkpoint in shared memory as well, where it
-            survives the process. The memory is freed when the run has ended and another place has
-            that checkpoint.
+            from the remote store only what no node has.
+        replicas: Number of nodes that store each slice locally; with 2 the loss of a node loses no
+            slice.
+        keep: Number of complete checkpoints to keep on disk and in the remote store.
+        shared_memory: Whether to keep the newest checkpoint also in shared memory, where it
+            outlives the process. That memory is freed when the run has ended and a disk or store
+            has the checkpoint.
         timeout: How long to wait for storage that makes no progress, or for a rank that doesn't
             answer. Storage that is slow but makes progress is waited for without limit.
-        lasting_within: How long training goes on while neither a disk nor a store takes a
+        lasting_within: How long training goes on while neither a disk nor a store accepts a
             checkpoint; after that it ends with an error. A failed save isn't repeated: the next
-            checkpoint is the next try.
+            checkpoint is the next attempt.
         storage_options: Options of the URL's filesystem, such as an endpoint.
-        skip_unreadable: Whether to go on without a place that can't be read when fitting starts,
-            though it may hold the newest checkpoint.
-        resume: Whether to go on from the newest checkpoint. If False, each start of the script
-            begins a run of its own: old checkpoints stay, but no later start goes on from them.
+        skip_unreadable: Whether to ignore places that can't be read when fitting starts, although
+            one may have the newest checkpoint.
+        resume: Whether to continue from the newest checkpoint. If False, each start of the script
+            begins a new run: old checkpoints stay, but no later start continues from them.
 
     Raises:
         ConfigurationError: The options, or strategy and callbacks, don't go together.
@@ -125,7 +127,8 @@ class LayerwiseCheckpoint(Checkpoint):
             shared_memory=shared_memory,
             keep=keep,
             storage_options=storage_options or {},
-            # Shorter than ranks wait for each other, so that the error names the place, not a rank.
+            # Half of it: ranks wait for each other for longer, so the error names the storage, not
+            # a rank.
             stall_s=stall_s / 2,
         )
         self.saved: SavedCheckpoint | None = None
@@ -137,20 +140,18 @@ class LayerwiseCheckpoint(Checkpoint):
         self._timeout = timeout
         self._skip_unreadable = skip_unreadable
         self._resume = resume
-        self._access: Access | None = None
+        self.node_of_rank: tuple[str, ...] = ()
+        """Name of each rank's node, from the start of fitting."""
+        self._leases: Leases | None = None
+        self._writer: CheckpointWriter | None = None
         self._peers = Peers()
         self._start = CheckpointId(0)
         self._last_step = 0
         self._found: Found | None = None
-        """The state that is being restored, until training starts."""
+        """The state that is being restored; None once training has started."""
         self._live = LiveSteps()
         self._phases = {"meet": time.time()}
         """When each phase of a start began, in seconds since 1970."""
-
-    @property
-    def node_of_rank(self) -> tuple[str, ...]:
-        """Name of each rank's node, from the start of fitting."""
-        return () if self._access is None else self._access.node_of_rank
 
     # -- start ----------------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ class LayerwiseCheckpoint(Checkpoint):
                 )
             self._peers = peers_of(trainer, self._timeout.total_seconds())
             if not self._skip_unreadable and run.has_joiners:
-                # Before anything is planned or measured.
+                # Early, before the run spends time on planning and measuring.
                 probe(self.places, self._peers, is_first_of_node=trainer.local_rank == 0)
 
     @override
@@ -178,29 +179,36 @@ class LayerwiseCheckpoint(Checkpoint):
             run.trained_at_first = owned.trains()
         goes_on, needs = _goes_on(trainer), owned.needs()
         live = self._live.recover(needs, self._peers) if goes_on else None
-        why_not_live = live.why if isinstance(live, NothingLive) else None
-        self._access = access = Access(
-            self.places,
-            self._peers,
-            is_first_of_node=trainer.local_rank == 0,
-            options=self._options,
+        why_not_live = live if isinstance(live, str) else None
+        is_first = trainer.local_rank == 0
+        self._leases = Leases(self.places, self._peers, is_first_of_node=is_first)
+        tiers = self._leases.take(tidies=not goes_on)
+        recovery = Recovery(
+            tiers,
+            node=self.places.node,
+            peers=self._peers,
             skip_unreadable=self._skip_unreadable,
         )
-        access.take_leases(tidies=not goes_on)
+        self.node_of_rank = recovery.node_of_rank
         anew = not self._resume and not goes_on
         recovered = live if isinstance(live, Recovered) else None
         if recovered is None and not anew:
-            recovered = access.recover(needs)
+            recovered = recovery.recover(needs)
         if recovered is None and why_not_live is not None:
             raise CheckpointError(
                 f"A rank was lost before any checkpoint was complete, and {why_not_live}; so "
                 "there is nothing to go on from in place. Start again."
             )
-        self._start = access.enter(recovered, anew=anew)
+        self._start = recovery.begin_run(recovered, anew=anew)
+        if is_first:
+            self.places.forget_other_runs(self._start.run)
+        self._writer = CheckpointWriter(
+            tiers, node_of_rank=self.node_of_rank, peers=self._peers, options=self._options
+        )
         if recovered is None:
             return
         self._phases["load"] = time.time()
-        # A step that ranks still hold in memory may never have been saved, or not by all ranks.
+        # A step that ranks still have in memory may not have been saved, or not by all ranks.
         self._last_step = 0 if live is recovered else recovered.id.step
         restore(trainer, recovered)
         if goes_on:
@@ -231,7 +239,8 @@ class LayerwiseCheckpoint(Checkpoint):
             self._report(trainer)
             go_on(trainer, found.recovered)
         elif strategy is not None and strategy.processes.outlives_ranks:
-            # Save at once: before the first checkpoint the state of a lost rank would be gone.
+            # Save at once: before the first checkpoint, the state of a lost rank couldn't be
+            # recovered.
             self._live.note_step(trainer)
             self._save(trainer)
 
@@ -245,7 +254,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Weight averaging swaps weights now.
+        # Weight averaging may swap weights now.
         self._wait_for_snapshot()
         self._live.begin_evaluation(trainer)
 
@@ -265,7 +274,7 @@ class LayerwiseCheckpoint(Checkpoint):
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
-        self._live.note_step(trainer)  # First, since ranks wait for each other from here on.
+        self._live.note_step(trainer)  # First: from here on ranks wait for each other.
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         is_saved = False
@@ -286,21 +295,22 @@ class LayerwiseCheckpoint(Checkpoint):
             self._save(trainer).wait_for_snapshot()
 
     def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> SavedCheckpoint:
-        """Save the step that has ended, and copy the parts of nodes that leave to others."""
+        """Save the step that has ended, and copy the parts of `leaving` nodes to others."""
         saved = self._save(trainer, leaving=leaving)
-        if self._access is not None:
-            self._access.writer.upload_newest()
+        if self._writer is not None:
+            self._writer.upload_newest()
         return saved
 
     def _save(self, trainer: pl.Trainer, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
-        assert self._access is not None
-        writer = self._access.writer
+        assert self._writer is not None
+        assert self._leases is not None
+        self._leases.raise_if_lost()
         owned = OwnedState(trainer)
         id_ = replace(self._start, step=trainer.global_step)
         content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
-        self.saved = writer.save(content, leaving=leaving)
+        self.saved = self._writer.save(content, leaving=leaving)
         self._last_step = trainer.global_step
-        note(trainer, "checkpoint", complete=writer.complete_steps)
+        note(trainer, "checkpoint", complete=self._writer.complete_steps)
         return self.saved
 
     def _wait_for_snapshot(self) -> None:
@@ -311,10 +321,11 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._access is not None:
-            # Raises unless a lasting place has the newest checkpoint; then shared memory is kept.
-            self._access.close()
-            note(trainer, "checkpoint", complete=self._access.writer.complete_steps)
+        if self._writer is not None and self._leases is not None:
+            self._leases.raise_if_lost()
+            # Raises unless a lasting place has the newest checkpoint; shared memory then keeps it.
+            self._writer.close()
+            note(trainer, "checkpoint", complete=self._writer.complete_steps)
         if trainer.local_rank == 0 and self.saved is not None:
             self.places.forget_memory()
         self._let_go()
@@ -328,37 +339,40 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # Don't wait for unfinished writes: peers may be gone, and a restart is due.
+        # Don't wait for unfinished writes: other ranks may be gone, and a restart is due.
         self._let_go()
         self._live = LiveSteps()
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
+        """Whether this rank has the last step's state, and ranks not `leaving` all its rows."""
         return self._live.can_go_on(trainer, leaving)
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Keep the last step's state, before anything is torn down; see `SavesSlices`."""
+        """Keep the last step's state in memory before anything is torn down; see `SavesSlices`."""
         return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
-        """Measure the seconds of the next start from now on."""
+        """Restart the clock that measures the phases of a start."""
         self._phases = {"meet": time.time()}
 
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # After a run's end this does nothing. After the loss of a rank another fit may follow.
+        # Does nothing after a run's normal end. After the loss of a rank, another fit may follow.
         self._let_go()
         self.saved = self._found = None
 
     def _let_go(self) -> None:
-        access, self._access = self._access, None
-        if access is not None:
-            access.leave()
+        writer, leases, self._writer, self._leases = self._writer, self._leases, None, None
+        if writer is not None:
+            writer.leave()
+        if leases is not None:
+            leases.release()
+        self.node_of_rank = ()
         self._peers.close()
 
 
 def _reset_metrics(module: pl.LightningModule) -> None:
-    """Reset metrics, as a new process would: all ranks must have seen the same steps."""
+    """Reset metrics, as a new process would: those of all ranks must cover the same steps."""
     for metric in module.modules():
         if isinstance(metric, Metric):
             metric.reset()

@@ -1,22 +1,21 @@
-"""`RunLog`: log what happens to a run, one JSON object a line, over all its restarts.
+"""`RunLog`: log the events of a run, one JSON object per line, over all its restarts.
 
 A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
 since 1970. `read_log` reads all events, `lightning-hetero stragglers` those about stragglers.
 `RunLog` itself writes
 
-- `started`: training begins; has the ranks' machines, and the plans that may run.
+- `started`: training begins, with the ranks' machines and the plans that may run.
 - `plan`: an iteration ran under another plan than the previous one. Plans are numbered as in
-`started`;
-  a new plan is written out in the first line that has its number. Only the first 1,000 changes
-  after a start are logged, because a run may change its plan in every step.
+  `started`; a new plan is written out in the first line that has its number. Only the first 1,000
+  changes after a start are logged, because a run may change its plan in every step.
 - `validated`: the metrics of a validation.
 - `generation`: ranks were lost, have left or joined, and the others go on in place
-  (`ElasticRestart(in_place=True)`). Has which ranks were `lost` or have left (by their number at
-  the first start; joiners get the next numbers), which have `joined`, how many `ranks` go on, how
-  many steps they train again (`steps_again`), and the seconds between the last step and the next
-  one (`idle_s`).
+  (`ElasticRestart(in_place=True)`). It says which ranks were `lost` or have left (by their number
+  at the first start; joiners get the next numbers), which have `joined`, how many `ranks` go on,
+  how many steps they repeat (`steps_again`), and the seconds between the last step and the next one
+  (`idle_s`).
 - `failed`: a rank ends with an error; written by that rank.
-- `ended`: training is done.
+- `ended`: training is finished.
 
 Other callbacks add events by `note`. `LayerwiseCheckpoint`: where the state came from (`recovered`,
 with `is_live` if ranks went on from their own slices, else `why_not_live`), and at each save the
@@ -41,7 +40,7 @@ from lightning_hetero.strategy.run import Ranks, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
-    from lightning_hetero.runtime.generation.records import Generation
+    from lightning_hetero.runtime.generation.log import Generation
 
 __all__ = ["RunLog", "read_log"]
 
@@ -61,8 +60,8 @@ class RunLog(Callback):
     path that all nodes reach, or merge the nodes' files by time.
 
     Args:
-        path: The file; a relative path lies in the Trainer's `default_root_dir`.
-        node: What to call this machine; None takes its host name.
+        path: The file; a relative path is in the Trainer's `default_root_dir`.
+        node: Name for this machine; None takes its host name.
     """
 
     def __init__(self, path: str | Path = "events.jsonl", *, node: str | None = None) -> None:
@@ -76,7 +75,7 @@ class RunLog(Callback):
         self._stepped_at_s = time.monotonic()
         self._last_step = 0
         self._changed: dict[str, Any] | None = None
-        """The `generation` event to write after the next step, if ranks have changed."""
+        """The `generation` event to write after the next step; None if ranks haven't changed."""
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event, on any rank."""
@@ -117,7 +116,7 @@ class RunLog(Callback):
                 note(trainer, "plan", **self._numbered(strategy.plan))
 
     def on_generation(self, trainer: pl.Trainer, old: "Generation", new: "Generation") -> None:
-        """Remember the ranks that were lost or have joined, until the cost is known."""
+        """Remember the ranks that were lost or have joined until the cost is known."""
         before = self._changed or {"lost": [], "joined": []}
         self._changed = {
             "lost": [*before["lost"], *(old.members[rank].number for rank in old.without(new))],
@@ -166,7 +165,7 @@ class RunLog(Callback):
 
 
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the events that a log holds so far; torn lines are left out, with a warning."""
+    """Yield the events that a log has so far; incomplete lines are skipped, with a warning."""
     for _, entry in read_entries(path):
         if isinstance(entry, dict):
             yield entry

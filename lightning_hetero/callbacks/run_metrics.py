@@ -1,7 +1,7 @@
-"""`RunMetrics`: log how fast a run is and where its time goes, as scalars for any logger.
+"""`RunMetrics`: log a run's speed and how its time is spent, as scalars for any logger.
 
-Every rank sums its clock's times of the iterations since the last row was logged; then one small
-gather on CPU brings the sums to rank 0, which logs:
+Every rank sums its clock's times of the iterations since the last logged row. Then one small gather
+on CPU brings the sums to rank 0, which logs:
 
 - `run/iteration_s`: mean seconds of an iteration, without validation and checkpoints,
 - `run/tokens_per_s`: tokens of all pipelines per second of iterations,
@@ -12,10 +12,11 @@ gather on CPU brings the sums to rank 0, which logs:
 - `run/exchange_wait_s`: longest wait of a rank for weights and gradients, per iteration,
 - `run/planning_stall_s`: longest wait for an assignment, per iteration; with a data module that
   assigns samples,
-- `run/checkpoint_stall_s`: longest time that a rank was held up by the last checkpoint of
-  `LayerwiseCheckpoint`.
+- `run/checkpoint_stall_s`: longest time for which the last checkpoint of `LayerwiseCheckpoint` held
+  up a rank.
 
-`StragglerMonitor` logs its own scalars, as `straggler/…`; `RunLog` what changes of ranks have cost.
+`StragglerMonitor` logs its own scalars, as `straggler/…`; `RunLog` logs the cost of changes of
+ranks.
 """
 
 import math
@@ -100,7 +101,7 @@ class RunMetrics(Callback):
         total = self._total
         total.num_iterations += 1
         total.wall_s += time.perf_counter() - self._start_s
-        if times is not None:  # On CUDA these are the previous iteration's.
+        if times is not None:  # On CUDA these are those of the previous iteration.
             total.compute_s += times.compute_s()
             total.exchange_wait_s += times.exchange_wait_s()
         total.planning_stall_s += 0.0 if data is None else data.planning_stall_s
@@ -149,7 +150,7 @@ class _Sums:
     peak_flops_per_s: float = 0.0
     """The device's peak; 0 if unknown."""
     checkpoint_stall_s: float = math.nan
-    """Seconds for which the last checkpoint held this rank up; nan if there was none."""
+    """Seconds for which the last checkpoint held up this rank; nan if there was none."""
     memory_bytes: float = 0.0
     predicted_bytes: float = 0.0
     """Its peak as predicted; 0 if unknown."""

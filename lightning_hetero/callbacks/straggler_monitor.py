@@ -1,14 +1,16 @@
 """`StragglerMonitor`: watch a run for stragglers and work around them, from Lightning's hooks.
 
-A thin adapter; all decisions are made in `lightning_hetero.straggler`. After every optimizer step:
+A thin adapter; `lightning_hetero.straggler` makes all decisions. After every optimizer step:
 
-1. Each rank notes how long the step took, and whether its own pace has changed (`RankHistory`). 2.
-Rank 0 gets the notes of all ranks and decides what to do (`RunWatch`): two small messages on CPU.
-3. If it decides to look for a cause, all ranks report and probe, and rank 0 finds it (`look`). 4.
-If it decides on a mitigation, all ranks carry it out: another plan, or a restart.
+1. Each rank notes how long the step took, and whether its own pace has changed (`RankHistory`).
+2. Rank 0 gets the notes of all ranks and decides what to do (`RunWatch`): two small messages on
+   CPU.
+3. If it decides to look for a cause, all ranks report and probe, and rank 0 finds it (`look`).
+4. If it decides on a mitigation, all ranks carry it out: another plan, or a restart.
 
-Any strategy can be watched. `HeteroStrategy`'s clock tells computing from waiting; elsewhere the
-forward pass is timed, which under DDP waits for nobody. Only `HeteroStrategy` can run another plan.
+Any strategy can be watched. `HeteroStrategy`'s clock distinguishes computing from waiting; under
+other strategies the forward pass is timed, which under DDP waits for no other rank. Only
+`HeteroStrategy` can run another plan.
 """
 
 from dataclasses import replace
@@ -44,24 +46,24 @@ class StragglerMonitor(Callback):
         Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor()])
 
     It saves no state in checkpoints: after a restart, machines, ranks and plan may have changed, so
-    it learns the usual times again. A machine that was excluded doesn't come back, because its
-    torchrun agent has ended.
+    it learns the usual times again. An excluded machine doesn't come back, because its torchrun
+    agent has ended.
 
     Args:
         dry_run: Whether to report mitigations without carrying them out.
-        events: File for what is found and done, as JSON lines, for `lightning-hetero stragglers`; a
+        events: File for findings and actions, as JSON lines, for `lightning-hetero stragglers`; a
             relative path is in the Trainer's `default_root_dir`. The default is the file of
             `RunLog`, so that a run has one log. None writes no file.
         policy: Which mitigations are allowed, and first estimates of their costs.
         recheck_share: Share of the time that may be spent on probing a known slow link again.
-        admission: Before training, devices and links are probed; None leaves this out. A device is
-            reported if it is slower than others of its type by this factor, at matrix products or
-            at copies in its memory; 1.3 is sensible. A link is reported from a factor of 1.5 on.
-            With an `ElasticRestart` the run restarts without them. The probes take well below two
+        admission: If given, devices and links are measured before training. A device is reported if
+            it is slower than others of its type by this factor, at matrix products or at copies in
+            its memory; 1.3 is sensible. A link is reported from a factor of 1.5 on. With an
+            `ElasticRestart` the run restarts without them. The measurements take well below two
             seconds, and run whenever training begins, also with new ranks.
-        replaces_given_plan: Whether a plan that the user gave may be replaced for good if, without
-            any fault, another plan would take a tenth less time. By default that is only reported;
-            automatic plans are replaced in any case.
+        replaces_given_plan: Whether to replace a plan that you gave, permanently, if another plan
+            would take a tenth less time although there is no fault. By default that is only
+            reported; automatic plans are always replaced.
     """
 
     def __init__(

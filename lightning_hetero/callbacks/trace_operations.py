@@ -1,4 +1,4 @@
-"""`TraceOperations`: record what each rank does, for `lightning-hetero stragglers explain`."""
+"""`TraceOperations`: record each rank's operations, for `lightning-hetero stragglers explain`."""
 
 import gzip
 import json
@@ -37,12 +37,12 @@ _NAMES = {
 Row = dict[str, Any]
 _log = logging.getLogger(__name__)
 _MOST_BYTES = 2**28
-"""Size in bytes from which nothing more is written to a rank's file."""
+"""Size of a rank's file in bytes at which writing stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Iteration:
-    """What is known of an iteration before its times arrive."""
+    """What is known about an iteration before its times arrive."""
 
     step: int
     plan: ParallelPlan
@@ -59,16 +59,16 @@ class TraceOperations(Callback):
         Trainer(strategy=HeteroStrategy(), callbacks=[TraceOperations(every_n_steps=100)])
         $ lightning-hetero stragglers explain operations/
 
-    Each stage writes `operations-rank<global rank>.jsonl.gz`, from the first rank of its group:
-    forwards, backwards (whole, or their two parts), sends, receives, pull, push and the optimizer's
-    step, each with step, rank, pipeline (`dp_rank`), stage, start and duration in seconds,
-    micro-batch (`mb_id`), its tokens and the sum of its squared lengths. Rank 0 writes the layout
-    beside them. Times are those of the engine's clock, which runs anyway. Clocks of ranks are set
-    together as training starts, as precisely as a barrier can; a message counts as sent when its
-    action ends. If the disk is full, or once a file has 256 MiB, nothing more is written.
+    Of each stage the first rank writes `operations-rank<global rank>.jsonl.gz`: forwards, backwards
+    (whole, or their two parts), sends, receives, pull, push and the optimizer's step, each with
+    step, rank, pipeline (`dp_rank`), stage, start and duration in seconds, micro-batch (`mb_id`),
+    its tokens and the sum of its squared lengths. Rank 0 writes the layout to the same folder.
+    Times are those of the engine's clock, which runs in any case. The ranks' clocks are
+    synchronised when training starts, as precisely as a barrier allows; a message counts as sent
+    when its action ends. If the disk is full, or once a file has 256 MiB, nothing more is written.
 
     Args:
-        every_n_steps: Every how many iterations one is written, 1 or more.
+        every_n_steps: Number of iterations from one that is written to the next, 1 or more.
         folder: Where to write; a relative path is in the Trainer's `default_root_dir`.
 
     Raises:
@@ -88,7 +88,7 @@ class TraceOperations(Callback):
         self._step_s: float | None = None
 
     def trace_next(self, num_steps: int = 1) -> None:
-        """Write the next iterations, too; call it on every rank at the same step."""
+        """Also write the next iterations; call it on every rank at the same step."""
         self._num_asked = num_steps
 
     @override
@@ -176,7 +176,7 @@ def _append(path: Path, lines: str) -> None:
         with path.open("ab", buffering=0) as file:
             size = file.tell()
             if size < _MOST_BYTES and file.write(data) < len(data):
-                file.truncate(size)  # The disk is full: half of it would spoil what follows.
+                file.truncate(size)  # The disk is full: half a record would spoil the next ones.
     except OSError as error:
         _log.warning("%s lacks an iteration that couldn't be written: %s", path, error)
 

@@ -3,9 +3,9 @@
 In the order of a checkpoint's journey: `content`, `encoding`, `manifest` (the files of a part);
 `store`, `tiers`, `claims` (where they are kept, and who may write there); `serving`, `statuses`,
 `deadlines` (what ranks send and tell each other, and waits that end); `writer`, `snapshot`,
-`commit`, `storing` (from a rank's state into all tiers); `inventory`, `fetching`, `assembly` (onto
-any set of ranks: `from_files`, or `live` from what ranks still hold in memory); `inspection`
-(outside of training); `notices` (a machine is about to go).
+`commit` (from a rank's state into all tiers); `inventory`, `fetching`, `assembly` (onto any set of
+ranks: `from_files`, or `live` from what ranks still hold in memory); `inspection` (outside of
+training); `notices` (a machine is about to go).
 """
 
 from lightning_hetero.checkpoint.commit import WriterOptions
@@ -15,12 +15,8 @@ from lightning_hetero.checkpoint.content import (
     SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.from_files import (
-    Recovered,
-    RecoveryReport,
-    begin_run,
-    recover,
-)
+from lightning_hetero.checkpoint.fetching import Recovered, RecoveryReport
+from lightning_hetero.checkpoint.from_files import Recovery
 from lightning_hetero.checkpoint.inspection import export_checkpoint
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.notices import (
@@ -58,6 +54,7 @@ __all__ = [
     "Peers",
     "PreemptionNotice",
     "Recovered",
+    "Recovery",
     "RecoveryReport",
     "RestoredSlice",
     "RetryingStore",
@@ -70,8 +67,6 @@ __all__ = [
     "Tier",
     "TierKind",
     "WriterOptions",
-    "begin_run",
     "export_checkpoint",
     "open_store",
-    "recover",
 ]

@@ -1,14 +1,14 @@
-"""Mark which run's checkpoints a place holds, and which single live job may write there.
+"""Mark to which run a place's checkpoints belong, and which single live job may write there.
 
-A run's identity is made once, and kept beside the checkpoints and in each of them. The places that
-outlast a machine say which run is continued; checkpoints of other runs, such as what an earlier run
-left in shared memory, are not recovered from.
+A run's identity is made once, and stored beside the checkpoints and in each of them. Places that
+outlast a machine decide which run is continued; checkpoints of other runs, such as what an earlier
+run has left in shared memory, are ignored.
 
-The job that writes holds a lease: a file in that place. If other machines can write to the place,
-too, the job rewrites the file regularly. A job that finds the lease of another job must learn
-whether that one is alive. It knows at once if the other ran on this machine, or was an earlier
-start of the same torchrun job. Otherwise it waits to see whether the file changes; clocks of two
-machines are never compared.
+The job that writes holds a *lease*: a file in that place. If other machines can write to the place,
+too, the job rewrites the file regularly. A job that finds another job's lease must find out whether
+that job is alive. It knows at once if the other job ran on this machine, or was an earlier start of
+the same torchrun job. Otherwise it watches whether the file changes; it never compares the clocks
+of two machines.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ def read_run(store: Store) -> str:
     """Return the run that a place belongs to; the store's own error if it can't be read.
 
     Raises:
-        CheckpointError: The file is there but torn.
+        CheckpointError: The file exists but is incomplete.
     """
     data = store.read(RUN_FILE)
     try:
@@ -67,8 +67,8 @@ def mark_places(tiers: Sequence[Tier], run: str) -> None:
     """Write into lasting places which run they belong to from now on.
 
     Raises:
-        CheckpointError: The shared place can't be written, which decides which run goes on. A local
-            disk that can't be written is only logged.
+        CheckpointError: The shared place, which decides which run goes on, can't be written. If a
+            local disk can't be written, that is only logged.
     """
     for tier in tiers:
         if tier.kind is TierKind.MEMORY:
@@ -103,7 +103,7 @@ class Lease:
     Args:
         store: The place.
         shared: Whether other machines reach it.
-        beat_s: Seconds between signs of life.
+        beat_s: Seconds between two rewrites of the file.
     """
 
     def __init__(self, store: Store, *, shared: bool, beat_s: float = 10.0) -> None:
@@ -144,7 +144,7 @@ class Lease:
         if not self._shared:
             raise OccupiedError(self._describe(owner))
         wait_s = _BEATS_TO_WAIT * self._beat_s
-        _log.warning("%s Looking for %.0f s whether it lives.", self._describe(owner), wait_s)
+        _log.warning("%s Watching for %.0f s whether it is alive.", self._describe(owner), wait_s)
         for _ in range(2 * _BEATS_TO_WAIT):
             self._ended.wait(self._beat_s / 2)
             found = self._read()
@@ -159,7 +159,7 @@ class Lease:
             raise OccupiedError(self._describe(self._thief))
 
     def release(self) -> None:
-        """Release the lease, so that others may write; give up soon if the place doesn't answer."""
+        """Release the lease, so that others may write; give up soon if storage doesn't answer."""
         self._ended.set()
         if self._thief is None:
             remover = threading.Thread(target=self._remove, daemon=True)
@@ -214,8 +214,8 @@ class Lease:
         if _is_of_own_run(owner):
             return True
         if owner.get("machine") != machine_namespace():
-            # Nobody else can write to a disk of this machine, so the owner ran here, before the
-            # machine was started again.
+            # No other machine can write to a disk of this machine, so the owner ran here, before
+            # the machine was restarted.
             return not self._shared
         own = _process(os.getpid())
         return process == own or not (isinstance(process, list) and _process(process[0]) == process)
@@ -232,7 +232,7 @@ class Lease:
 def _is_of_own_run(owner: dict[str, Any]) -> bool:
     """Whether an owner belongs to this run: to this generation of its ranks or an earlier one.
 
-    It may be a rank that was lost and still runs: that can't complete a checkpoint by itself.
+    It may be a lost rank that still runs: by itself it can't complete a checkpoint.
     """
     return membership_name() is not None and owner.get("membership") == membership_name()
 
@@ -240,8 +240,8 @@ def _is_of_own_run(owner: dict[str, Any]) -> bool:
 def _job() -> list[str] | None:
     """Return what identifies this torchrun job, also over restarts; None without torchrun.
 
-    Two jobs may have the same name (`--rdzv-id`), so it counts only together with the address of
-    the store where agents meet, and with this machine if that address is a local one.
+    Two jobs may have the same name (`--rdzv-id`), so the name counts only together with the address
+    of the store that agents connect to, and with this machine if that address is a local one.
     """
     job = os.environ.get("TORCHELASTIC_RUN_ID", "")
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")

@@ -1,40 +1,51 @@
-"""Bring a checkpoint of all ranks into all tiers, on a thread beside training.
+"""Bring a checkpoint of all ranks to all tiers, on threads beside training.
 
-A rank whose storage fails or hangs reports it in its next status and goes on. Only the loss of a
-rank ends the exchange of statuses; from then on each rank measures by its own clock how long ago a
-lasting tier took a checkpoint.
+There are two *lanes*, each a thread on every rank. The local lane writes parts to the nodes' own
+tiers, copies them to other nodes, and confirms or deletes checkpoints. The upload lane copies parts
+from there to the remote tier. In each lane all ranks do the same work at the same time and exchange
+its results (`Peers.do`), so that all decide the same. While an upload runs, later checkpoints stay
+local, and only the newest of them is uploaded afterwards.
+
+If a rank's storage fails or hangs, the rank reports it in its status and goes on; the next
+checkpoint may succeed. But if neither a disk nor a store accepts a checkpoint for long, the next
+fault would lose everything that was trained meanwhile; so that is an error. Only the loss of a rank
+ends the lanes; from then on each rank measures by its own clock how long ago a lasting tier took a
+checkpoint.
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, ParamSpec, TypeVar
+from functools import partial
+from typing import Any
 
-from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.serving import PeerFiles
 from lightning_hetero.checkpoint.snapshot import Snapshot
 from lightning_hetero.checkpoint.statuses import Peers
-from lightning_hetero.checkpoint.store import Store
-from lightning_hetero.checkpoint.storing import LastingCopies, OwnPart, Uploads, write_part
 from lightning_hetero.checkpoint.tiers import (
+    StoredPart,
     Tier,
     TierKind,
     checkpoints_in,
     confirm,
+    copy_part,
     own_stores,
     pull_part,
     remove_checkpoints,
+    write_part,
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.process import Progress
 
 __all__ = ["Committer", "SaveTask", "WriterOptions", "place_replicas"]
 
 _log = logging.getLogger(__name__)
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_NUM_REASONS = 8
 _Statuses = Sequence[Mapping[str, Any]]
 
 
@@ -43,29 +54,60 @@ class WriterOptions:
     """How checkpoints are written."""
 
     replicas: int = 1
-    """Number of nodes that hold each part, the node of its rank included."""
+    """Number of nodes that have each part, the node of its rank included."""
     stall_s: float = 300.0
     """Seconds without progress after which a checkpoint no longer waits for storage."""
     lasting_within_s: float = 1800.0
     """Seconds after which it is an error that no lasting tier has taken a checkpoint."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class SaveTask:
     """This rank's work for one checkpoint."""
 
-    content: CheckpointContent
+    id: CheckpointId
     snapshot: Snapshot | None
     """The copy in host memory; None if storage still reads the memory of an earlier one."""
     metadata: Mapping[str, bytes]
     leaving: frozenset[str]
     uploaded: "Future[bool]" = field(default_factory=Future)
-    is_offered: bool = False
-    """Whether the result of `uploaded` is left to the uploads."""
+
+
+@dataclass
+class _Lasting:
+    """Measures for how long no lasting tier has taken a checkpoint that was begun."""
+
+    begun: CheckpointId | None = None
+    """The newest checkpoint that was begun."""
+    newest: CheckpointId | None = None
+    """The newest checkpoint of which a lasting tier has all ranks' parts."""
+    since_s: float | None = None
+    """Since when a checkpoint has been missing in lasting tiers; None if none is."""
+    reasons: "deque[str]" = field(default_factory=lambda: deque(maxlen=_NUM_REASONS))
+    """The last failures since a lasting tier took a checkpoint."""
+
+    def begin(self, checkpoint: CheckpointId) -> None:
+        self.begun = checkpoint
+        if self.since_s is None:
+            self.since_s = time.monotonic()
+
+    def reach(self, checkpoint: CheckpointId) -> None:
+        if self.newest is None or checkpoint > self.newest:
+            self.newest = checkpoint
+            self.since_s = None if checkpoint == self.begun else time.monotonic()
+            self.reasons.clear()
+
+    def note(self, *reasons: str) -> None:
+        self.reasons.extend(text for text in reasons if text not in self.reasons)
+
+    @property
+    def waited_s(self) -> float:
+        since_s = self.since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
 
 class Committer:
-    """Brings one rank's parts into all tiers; one thread on each rank makes the same calls.
+    """Brings one rank's parts to all tiers; one thread on each rank makes the same calls.
 
     Args:
         tiers: This node's own tiers, fastest first, and at most one remote one.
@@ -81,29 +123,32 @@ class Committer:
         peers: Peers,
         options: WriterOptions,
     ) -> None:
-        self.progress = peers.progress
+        self.progress = Progress()
+        """Ticks with every sign of progress of any rank that is waited for."""
         self.overdue: CheckpointError | None = None
-        """The error to raise, once no lasting tier has taken any checkpoint for too long."""
-        self.lasting = LastingCopies()
+        """The error to raise because no lasting tier has taken any checkpoint for too long; or
+        None."""
         self._options = options
         self._node_of_rank = node_of_rank
-        self._peers = peers
         self._rank = peers.global_rank
-        self._address = peers.serve(own_stores(tiers))
         self._is_first_of_node = node_of_rank.index(node_of_rank[self._rank]) == self._rank
-        self._storing = BackgroundThread("checkpoint-write")
-        self._pulling = BackgroundThread("checkpoint-pull")
-        self._uploading = BackgroundThread("checkpoint-upload")
+        self._address = peers.serve(own_stores(tiers))
+        self._peers, self._uploaders = (
+            peers.branch(timeout_s=options.stall_s, progress=self.progress) for _ in range(2)
+        )
+        self._uploads = BackgroundThread("checkpoint-upload")
         self._own = [tier for tier in tiers if tier.kind is not TierKind.REMOTE]
-        remote = (tier for tier in tiers if tier.kind is TierKind.REMOTE)
-        self.uploads = Uploads(next(remote, None), self._uploading)
-        self._stored: Future[Any] | None = None
-        self._newest: OwnPart | None = None
+        self._remote = next((tier for tier in tiers if tier.kind is TierKind.REMOTE), None)
+        self._newest: StoredPart | None = None
+        self._deferred: tuple[StoredPart, Future[bool]] | None = None
+        self._uploading: list[CheckpointId] = []
         self._lost_peer: Exception | None = None
+        self._lasting = _Lasting()
         self._whole: CheckpointId | None = None
         """The newest checkpoint of which the nodes' own tiers together have all parts."""
         self._sound: dict[TierKind, CheckpointId] = {}
-        """For each kind of tier the newest checkpoint of which all parts are in such tiers."""
+        """For each kind of tier the newest checkpoint of which tiers of this kind have all
+        parts."""
 
     @property
     def complete_steps(self) -> dict[str, int]:
@@ -115,220 +160,255 @@ class Committer:
         """Write one checkpoint; communicates.
 
         Raises:
-            CheckpointError: On all ranks, if the nodes' own tiers, or the remote one where there
-            are
-                none, don't have all parts.
+            CheckpointError: On all ranks, if the nodes' own tiers don't have all parts (or the
+                remote tier, if there are no own tiers).
             PeerError: Another rank is gone.
         """
-        self.lasting.begin(task.content.id)
+        self._lasting.begin(task.id)
         try:
             if self._lost_peer is not None:
+                if task.snapshot is not None:
+                    task.snapshot.release()
                 raise self._lost_peer
             self._write(task)
+        except CheckpointError:
+            raise
         except Exception as error:
-            if not isinstance(error, CheckpointError):
-                self._lost_peer = error
-                self.lasting.note(f"Rank {self._rank}: {error}")
-                self._judge(self.lasting.waited_s)
-            if self._rank == 0:
-                _log.warning("%s", error)
-            if not task.is_offered:
+            self._lost_peer = error
+            self._lasting.note(f"Rank {self._rank}: {error}")
+            self._judge(self._lasting.waited_s)
+            if not task.uploaded.done():
                 task.uploaded.set_exception(error)
             raise
-        finally:
-            self._release(task)
-
-    def finish(self) -> bool:
-        """Wait for all uploads; return whether a lasting tier has the newest checkpoint."""
-        if self.lasting.begun is None:
-            return True
-        if self._lost_peer is not None:
-            return False
-        self.uploads.start_deferred()
-        # The second round waits for rank 0, which confirms complete uploads after the first.
-        for _ in range(2):
-            end = self._uploading.submit(self._uploading.progress.tick)
-            self._learn(self._finish(end, self._uploading, lambda _: self.uploads.status()))
-        looking = self._submit(self._look_again)
-        statuses = self._finish(looking, self._storing, lambda seen: seen or {})
-        return not any("error" in s for s in statuses) and bool(_sound_kinds(statuses))
-
-    def end(self) -> None:
-        """End the threads once they have finished their work; doesn't wait."""
-        for thread in (self._storing, self._pulling, self._uploading):
-            thread.finish()
-
-    def _finish(
-        self,
-        work: "Future[_T]",
-        thread: BackgroundThread,
-        describe: Callable[[_T | None], Mapping[str, Any]],
-    ) -> list[dict[str, Any]]:
-        """Wait until all ranks' work is done; return their statuses."""
-        return self._peers.finish(work, thread, describe, timeout_s=self._options.stall_s)
 
     def _write(self, task: SaveTask) -> None:
-        id_ = task.content.id
-        writing = self._submit(self._write_own, task)
-        statuses = self._finish(writing, self._storing, self._describe)
-        self._learn(statuses)
-        part = None if "error" in statuses[self._rank] else writing.result()
-        self._newest = part
-        copied = self._copy_to_peers(part, task.leaving, statuses)
-        is_complete = copied and all(status["written"] for status in statuses)
-        kinds = [tier.kind for tier in self._own]
-        sound = [k for k in _sound_kinds(statuses) if copied or k is not kinds[-1]]
-        if TierKind.DISK in sound:
-            self.lasting.reach(id_)
-        why = self.lasting.reasons
-        task.is_offered = True
-        self.uploads.offer(part, task.uploaded, statuses)
-        if is_complete:
-            self._whole = id_
-        self._sound.update(dict.fromkeys(sound, id_))
-        busy = _busy_in(statuses) | {id_}
+        """Write the part, copy it to other nodes, start its upload, confirm the checkpoint."""
+        writing, statuses = self._peers.do(
+            partial(self._write_part, task), self._describe, may_fail=True
+        )
+        self._lasting.note(*_errors_in(statuses))
+        has_failed = any("error" in status for status in statuses)
+        part = self._newest = None if has_failed else writing.result()
+        is_copied = part is not None and self._copy_to_peers(part, task.leaving, statuses)
+        is_whole = is_copied and all(status["written"] for status in statuses)
+        if is_whole:
+            self._whole = task.id
+        for kind in () if has_failed else _sound_kinds(statuses):
+            # Copies go to the last tier.
+            if is_copied or kind is not self._own[-1].kind:
+                self._sound[kind] = task.id
+        if self._sound.get(TierKind.DISK) == task.id:
+            self._lasting.reach(task.id)
+        why = " ".join(self._lasting.reasons)
+        self._offer(part, task.uploaded, statuses)
+        self._peers.do(partial(self._tidy, task.id), may_fail=True)
+        # By the clock of rank 0, so that all ranks decide the same.
+        self._judge(self._peers.gather(self._lasting.waited_s)[0])
+        if not is_whole:
+            error = CheckpointError(f"Not all parts of {task.id} were stored. {why}")
+            if self._rank == 0:
+                _log.warning("%s", error)
+            raise error
 
-        def commit() -> None:
-            for tier in self._own if self._is_first_of_node else ():
-                self._tidy(tier, id_, busy)
-
-        statuses = self._finish(self._submit(commit), self._storing, self._describe)
-        self._learn(statuses)
-        is_lasting = self.lasting.newest == id_
-        if not is_lasting:
-            self._judge(statuses[0]["waited_s"])
-        if not is_complete and (self._own or not is_lasting):
-            raise CheckpointError(f"The nodes' own tiers don't have all parts of {id_}. {why}")
-
-    def _write_own(self, task: SaveTask) -> OwnPart:
+    def _write_part(self, task: SaveTask, progress: Progress) -> StoredPart:
         if task.snapshot is None:
-            raise CheckpointError(
-                f"storage hadn't let go of what was saved before {task.content.id}."
-            )
-        remote, progress = self.uploads.tier, self._storing.progress
-        part = write_part(task.snapshot, task.metadata, self._own, remote, progress)
-        self.uploads.note(part)
-        return part
+            raise CheckpointError(f"storage hadn't let go of what was saved before {task.id}.")
+        try:
+            task.snapshot.wait()
+            content = task.snapshot.content
+            return write_part(content, task.metadata, self._own, self._remote, progress)
+        finally:
+            # A write that hangs uses the memory until it ends.
+            task.snapshot.release()
 
-    def _describe(self, part: OwnPart | None) -> dict[str, Any]:
+    def _describe(self, part: StoredPart) -> dict[str, Any]:
         """Return this rank's status, which the other ranks need."""
+        own = [tier.kind for tier in self._own]
         return {
-            "has": [tier.kind for tier in self._own],
-            "written": [k for k in part.stores if k is not TierKind.REMOTE] if part else [],
-            "errors": [] if part is None else list(part.errors),
+            "has": own,
+            "written": [kind for kind in part.stores if kind in own or not own],
+            "errors": part.errors,
             "address": self._address,
-            "waited_s": self.lasting.waited_s,
-            **self.uploads.status(),
+            "uploading": bool(self._uploading),
         }
 
-    def _learn(self, statuses: _Statuses) -> None:
-        """Take in all ranks' statuses: failures, and checkpoints that all ranks have uploaded."""
-        for status in statuses:
-            for text in (status.get("error"), status["upload_error"], *status.get("errors", ())):
-                if text:
-                    self.lasting.note(text)
-        uploaded = self.uploads.newest_everywhere(statuses)
-        if uploaded is not None:
-            self.lasting.reach(uploaded)  # A disk may have been the first.
-            self._sound[TierKind.REMOTE] = uploaded
-            if self._rank == 0:
-                self.uploads.confirm_later(uploaded)
-
     def _copy_to_peers(
-        self, part: OwnPart | None, leaving: Collection[str], statuses: _Statuses
+        self, part: StoredPart, leaving: Collection[str], statuses: _Statuses
     ) -> bool:
         """Exchange copies with other nodes; return whether all copies have arrived everywhere."""
-        if self._options.replicas == 1 and not leaving:
+        replicas = self._options.replicas
+        if replicas == 1 and not leaving:
             return True
-        if not all(status["has"] for status in statuses) or any("error" in s for s in statuses):
+        if not any(status["has"] for status in statuses):
+            return True  # All parts are in the remote tier.
+        if not all(status["has"] for status in statuses):
             return False
-        assert part is not None
-        targets = place_replicas(
-            self._node_of_rank, replicas=self._options.replicas, leaving=leaving
-        )
-        senders = [rank for rank, items in enumerate(targets) if self._rank in items]
-        errors: list[str] = []
+        targets = place_replicas(self._node_of_rank, replicas=replicas, leaving=leaving)
 
-        def pull() -> list[str]:
-            for sender in senders:
+        def pull(progress: Progress) -> list[str]:
+            errors = []
+            for sender in (rank for rank, found in enumerate(targets) if self._rank in found):
                 try:
                     kind, address = statuses[sender]["written"][0], statuses[sender]["address"]
                     source = PeerFiles(address, TierKind(kind).name, self._options.stall_s / MARGIN)
-                    store = self._own[-1].store
-                    pull_part(source, store, part.manifest.id, sender, self._pulling.progress)
+                    pull_part(source, self._own[-1].store, part.manifest.id, sender, progress)
                 except Exception as error:
                     # Stores raise their client library's own types; other copies may succeed.
-                    errors.append(f"Copy of rank {sender}'s part for rank {self._rank}: {error}")
+                    errors.append(f"rank {self._rank} didn't get rank {sender}'s part: {error}")
             return errors
 
-        pulling = self._pulling.submit(pull)
-        answers = self._finish(pulling, self._pulling, lambda found: {"errors": found or []})
-        pulling.cancel()  # It may be queued behind one that hangs.
-        texts = [text for answer in answers for text in answer["errors"]]
-        texts += [f"Copies for {answer['error']}" for answer in answers if "error" in answer]
-        for text in texts:
-            self.lasting.note(text)
-        return not texts
+        _, answers = self._peers.do(pull, lambda errors: {"errors": errors}, may_fail=True)
+        errors = _errors_in(answers)
+        self._lasting.note(*(f"Copies: {text}" for text in errors))
+        return not errors
 
-    def _tidy(self, tier: Tier, newest: CheckpointId, busy: Collection[CheckpointId]) -> None:
-        """Confirm a checkpoint in a tier, or delete incomplete ones there.
+    def _tidy(self, newest: CheckpointId, progress: Progress) -> None:
+        """Confirm a checkpoint in the node's own tiers, or delete incomplete ones there.
 
-        It is confirmed if all parts are in tiers of this kind. Else checkpoints of this start are
-        deleted that tiers of this kind have in part only, unless the own tiers of all kinds
-        together have all parts. Failures are logged: the next save deletes what is left.
+        It is confirmed if tiers of one kind have all parts. Otherwise those checkpoints of this
+        start are deleted of which tiers of this kind have only some parts, unless the own tiers of
+        all kinds together have all. Failures are logged: the next save deletes what is left.
         """
-        sound = self._sound.get(tier.kind)
-        try:
-            if sound == newest:
-                confirm(tier, newest, busy)
-            else:
-                files, kept = tier.store.list(), {sound, self._whole, *busy}
-                gone = [
-                    item
-                    for item in checkpoints_in(files)
-                    if (item.run, item.attempt) == (newest.run, newest.attempt)
-                    and item not in kept
-                    and (sound is None or item > sound)
-                ]
-                remove_checkpoints(tier.store, files, gone)
-        except Exception as error:
-            # Stores raise their client library's own types.
-            _log.warning("Couldn't tidy up %s: %s", tier, error)
-        self._storing.progress.tick()
+        deferred = [] if self._deferred is None else [self._deferred[0].manifest.id]
+        busy = {newest, *self._uploading, *deferred}
+        for tier in self._own if self._is_first_of_node else ():
+            sound = self._sound.get(tier.kind)
+            try:
+                if sound == newest:
+                    confirm(tier, newest, busy)
+                else:
+                    files = tier.store.list()
+                    gone = [
+                        item
+                        for item in checkpoints_in(files)
+                        if (item.run, item.attempt) == (newest.run, newest.attempt)
+                        and item not in {sound, self._whole, *busy}
+                        and (sound is None or item > sound)
+                    ]
+                    remove_checkpoints(tier.store, files, gone)
+            except Exception as error:
+                # Stores raise their client library's own types.
+                _log.warning("Couldn't tidy up %s: %s", tier, error)
+            progress.tick()
 
     def _judge(self, waited_s: float) -> None:
         """Set `overdue` if all lasting tiers have failed for too long."""
-        if waited_s > self._options.lasting_within_s and self.lasting.begun is not None:
-            self.overdue = self.lasting.error(self.lasting.begun)
+        if waited_s > self._options.lasting_within_s:
+            self.overdue = self.error()
 
-    def _look_again(self) -> dict[str, Any]:
-        """Return this rank's lasting tiers, and which of them still have its newest part."""
-        tiers = [tier for tier in (*self._own, self.uploads.tier) if tier is not None]
-        lasting = [tier for tier in tiers if tier.kind is not TierKind.MEMORY]
-        found = [tier.kind for tier in lasting if _holds(tier.store, self._newest)]
-        return {"has": [tier.kind for tier in lasting], "written": found}
+    def error(self, *more: str) -> CheckpointError:
+        """Return the error that says what lasting tiers lack, since when, and why."""
+        since = "at all" if self._lasting.newest is None else f"since {self._lasting.newest}"
+        reasons = " ".join((*self._lasting.reasons, *more))
+        return CheckpointError(
+            f"No lasting place, disk or store, has {self._lasting.begun} from all ranks, nor any "
+            f"other checkpoint {since}, for {self._lasting.waited_s:.0f} s. {reasons} Make room or "
+            "mend the connection; if storage is only slow, allow more time (lasting_within)."
+        )
 
-    def _submit(self, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
-        """Give work to the storing thread; fail at once if it hangs in earlier work."""
-        if self._stored is None or self._stored.done():
-            self._stored = self._storing.submit(work, *args, **kwargs)
-            return self._stored
-        failed: Future[_T] = Future()
-        failed.set_exception(CheckpointError("storage hangs."))
-        return failed
+    # -- uploads --------------------------------------------------------------------------------
 
-    def _release(self, task: SaveTask) -> None:
-        """Release the snapshot: now, or after a hanging write, which still reads it."""
-        if task.snapshot is None:
+    def _offer(
+        self, part: StoredPart | None, uploaded: "Future[bool]", statuses: _Statuses
+    ) -> None:
+        """Upload a part, keep it for later, or skip it; all ranks decide the same."""
+        if self._remote is None or part is None:
+            uploaded.set_result(False)
             return
-        if self._stored is None or self._stored.done():
-            task.snapshot.release()
+        if self._deferred is not None:
+            self._deferred[1].set_result(False)
+        self._deferred = part, uploaded
+        if not any(status["uploading"] for status in statuses):
+            self.upload_deferred()
+
+    def upload_deferred(self) -> None:
+        """Upload the part that was kept for later, if any; all ranks call it."""
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._uploading.append(deferred[0].manifest.id)
+            self._uploads.submit(self._upload, *deferred)
+
+    def _upload(self, part: StoredPart, uploaded: "Future[bool]") -> None:
+        """Upload one checkpoint; rank 0 confirms it once all ranks have uploaded their parts."""
+        id_ = part.manifest.id
+        try:
+            if self._lost_peer is not None:
+                raise self._lost_peer
+            self._uploaders.do(partial(self._copy_to_remote, part))
+            self._lasting.reach(id_)
+            self._sound[TierKind.REMOTE] = id_
+            self._uploaders.do(partial(self._confirm_remote, id_), may_fail=True)
+        except Exception as error:
+            if not isinstance(error, CheckpointError):
+                self._lost_peer = error
+            text = f"{id_} wasn't uploaded to {self._remote}: {error}"
+            self._lasting.note(text)
+            _log.warning("%s", text)
+            self._uploading.remove(id_)
+            uploaded.set_exception(error)
         else:
-            self._storing.submit(task.snapshot.release)
+            # First, because others that wait for the result look at which upload is running.
+            self._uploading.remove(id_)
+            uploaded.set_result(True)
+
+    def _copy_to_remote(self, part: StoredPart, progress: Progress) -> None:
+        assert self._remote is not None
+        if not part.stores:
+            raise CheckpointError(" ".join(part.errors))
+        if TierKind.REMOTE not in part.stores:
+            source = next(iter(part.stores.values()))
+            copy_part(source, self._remote.store, part.manifest, progress)
+
+    def _confirm_remote(self, checkpoint: CheckpointId, _: Progress) -> None:
+        if self._rank == 0 and self._remote is not None:
+            try:
+                confirm(self._remote, checkpoint)
+            except Exception as error:
+                # The client libraries of remote stores raise their own types.
+                _log.warning("Couldn't tidy up %s: %s", self._remote, error)
+
+    # -- end ------------------------------------------------------------------------------------
+
+    def finish(self) -> bool:
+        """Wait for all uploads; return whether a lasting tier has the newest checkpoint."""
+        if self._lasting.begun is None:
+            return True
+        if self._lost_peer is not None:
+            return False
+        self.upload_deferred()
+        self._uploads.submit(self.progress.tick).result()
+        _, statuses = self._peers.do(self._look_again, dict, may_fail=True)
+        return not any("error" in status for status in statuses) and bool(_sound_kinds(statuses))
+
+    def end(self) -> None:
+        """Stop the threads after the work that they have been given; doesn't wait for them."""
+        self._uploads.finish()
+
+    def _look_again(self, _: Progress) -> dict[str, Any]:
+        """Return this rank's lasting tiers, and which of them still have its newest part."""
+        tiers = [*self._own, *([] if self._remote is None else [self._remote])]
+        lasting = [tier for tier in tiers if tier.kind is not TierKind.MEMORY]
+        sizes = {} if self._newest is None else self._newest.sizes
+        written = []
+        for tier in lasting if sizes else ():
+            try:
+                files = tier.store.list()
+            except Exception as error:
+                # Stores raise their client library's own types; another tier may have it all.
+                _log.warning("Couldn't look into %s again: %s", tier, error)
+                continue
+            if all(files.get(name) == size for name, size in sizes.items()):
+                written.append(tier.kind)
+        return {"has": [tier.kind for tier in lasting], "written": written}
+
+
+def _errors_in(statuses: _Statuses) -> list[str]:
+    own = [text for status in statuses for text in status.get("errors", ())]
+    return [*own, *(status["error"] for status in statuses if "error" in status)]
 
 
 def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
-    """Return the kinds of tiers that have the parts of all ranks with such a tier."""
+    """Return the kinds of tiers that have the parts of all ranks that have such a tier."""
     kinds = {TierKind(kind) for status in statuses for kind in status["has"]}
     return sorted(
         kind
@@ -337,32 +417,16 @@ def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
     )
 
 
-def _busy_in(statuses: _Statuses) -> set[CheckpointId]:
-    """Return the checkpoints that any rank is uploading, or keeps to upload later."""
-    names = {name for s in statuses for name in (*s["uploading"], *s["deferred"])}
-    return {checkpoint for name in names if (checkpoint := CheckpointId.parse(name)) is not None}
-
-
-def _holds(store: Store, part: OwnPart | None) -> bool:
-    """Return whether a store has all files of a part."""
-    try:
-        files = {} if part is None else store.list()
-    except Exception as error:
-        # Stores raise their client library's own types; another tier may have it all.
-        _log.warning("Couldn't look into %s again: %s", store, error)
-        return False
-    return part is not None and all(files.get(name) == n for name, n in part.sizes.items())
-
-
 def place_replicas(
     node_of_rank: Sequence[str], *, replicas: int, leaving: Collection[str] = ()
 ) -> tuple[tuple[int, ...], ...]:
     """Return for each rank the ranks of other nodes that keep a copy of its part.
 
-    Each node gives its parts to the nodes that follow it in a ring. So if two nodes are lost at
-    once, parts are lost only if the two are neighbours; if copies were spread over all nodes, any
-    two nodes would do. Nodes that are `leaving` get no copies, and their own parts get at least
-    one. There are fewer copies if there are too few nodes.
+    Nodes form a ring, and each node gives its parts to the nodes that follow it. So if two nodes
+    are lost at once, parts are lost only if the two are neighbours in the ring; if copies were
+    spread over all nodes, the loss of any two nodes would lose some. Nodes that are `leaving` get
+    no copies, and their own parts get at least one. There are fewer copies if there are too few
+    nodes.
 
     Args:
         node_of_rank: Name of each rank's node.
@@ -372,11 +436,11 @@ def place_replicas(
     if replicas < 1:
         raise ConfigurationError(f"replicas is {replicas}; it must be 1 (no copies) or more.")
     nodes = list(dict.fromkeys(node_of_rank))
+    ranks_of = {n: [rank for rank, own in enumerate(node_of_rank) if own == n] for n in nodes}
     targets = []
     for rank, node in enumerate(node_of_rank):
         index = nodes.index(node)
         ring = [other for other in nodes[index + 1 :] + nodes[:index] if other not in leaving]
         chosen = ring[: max(replicas - 1, int(node in leaving))]
-        ranks_of = [[r for r, name in enumerate(node_of_rank) if name == n] for n in chosen]
-        targets.append(tuple(ranks[rank % len(ranks)] for ranks in ranks_of))
+        targets.append(tuple(ranks_of[n][rank % len(ranks_of[n])] for n in chosen))
     return tuple(targets)

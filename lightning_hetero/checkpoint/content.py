@@ -1,12 +1,12 @@
-"""The state that one rank saves, asks for and gets back.
+"""The state that one rank saves, requests and gets back.
 
 A rank saves the slices that it owns (see `exchange.slices`), each with its optimizer state. After a
-restart it asks for the slices that it owns then, under whatever plan and world size there is.
+restart it requests the slices that it owns then, under any plan and world size.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,10 +21,9 @@ __all__ = [
     "RestoredSlice",
     "SliceContent",
     "SliceNeed",
-    "is_sound",
     "num_rows",
     "optimizer_state_dict",
-    "tensors_of",
+    "refuse_nonfinite",
 ]
 
 OF_CALLBACKS = "callback:"
@@ -36,7 +35,7 @@ class SliceContent:
     """One owned slice of a parameter with its optimizer state.
 
     Raises:
-        CheckpointError: Optimizer state has a name that is taken.
+        CheckpointError: Two parts of the optimizer state have the same name.
     """
 
     parameter: str
@@ -54,19 +53,43 @@ class SliceContent:
     weight: torch.Tensor
     """The master copy of the slice, on any device."""
     state: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Optimizer state; tensors of the slice's shape may be cut anew, others may not."""
+    """Optimizer state; tensors of the slice's shape may be cut, others may not."""
     whole_state: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Optimizer state that must never be cut, even if it has the slice's shape."""
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     """Optimizer state that is a plain number, text, boolean or None."""
 
     def __post_init__(self) -> None:
-        twice = self.state.keys() & self.whole_state.keys()
-        if twice or "weight" in self.state or "weight" in self.whole_state:
+        if len(self.tensors) != 1 + len(self.state) + len(self.whole_state):
             raise CheckpointError(
-                f"Optimizer state of {self.parameter} uses the names {sorted(twice) or 'weight'} "
-                "twice; 'weight' is the slice itself."
+                f"Optimizer state of {self.parameter} uses a name of {list(self.tensors)} twice; "
+                "'weight' is the slice itself."
             )
+
+    @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All its tensors by key: the weight first."""
+        return {WEIGHT: self.weight, **self.state, **self.whole_state}
+
+    def is_by_rows(self, key: str) -> bool:
+        """Whether a tensor may be cut into other rows; if not, it is only taken whole."""
+        shape = self.tensors[key].shape
+        # A parameter without dims is one row; state without dims is a count that slices share.
+        is_cut = shape == self.slice_shape and (key == WEIGHT or len(shape) > 0)
+        return is_cut and key not in self.whole_state
+
+    def first_dim(self, key: str) -> int:
+        """Return which dim of a tensor comes first in files."""
+        return self.dim if self.shape and self.is_by_rows(key) else 0
+
+    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> "SliceContent":
+        """Return the slice with other tensors, such as copies; in the order of `tensors`."""
+        return replace(
+            self,
+            weight=change(self.weight),
+            state={key: change(tensor) for key, tensor in self.state.items()},
+            whole_state={key: change(tensor) for key, tensor in self.whole_state.items()},
+        )
 
     @property
     def slice_shape(self) -> tuple[int, ...]:
@@ -116,6 +139,11 @@ class RestoredSlice:
     """Optimizer state that is a plain value."""
 
     @property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """All its tensors by key: the weight first."""
+        return {WEIGHT: self.weight, **self.state}
+
+    @property
     def optimizer_state(self) -> dict[str, Any]:
         """The slice's entry of the optimizer's `state_dict`."""
         tensors = {k: v for k, v in self.state.items() if not k.startswith(OF_CALLBACKS)}
@@ -146,24 +174,23 @@ def optimizer_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class SliceNeed:
-    """Rows [start, stop) of a parameter along `dim`, with their optimizer state."""
+    """Rows of a parameter along `dim`, with their optimizer state."""
 
     parameter: str
     shape: tuple[int, ...]
-    """Shape of the whole parameter in the model that asks."""
+    """Shape of the whole parameter in the model that requests it."""
     dim: int
-    start: int
-    stop: int
+    rows: tuple[tuple[int, int], ...]
+    """One or more intervals [start, stop)."""
     is_optional: bool = False
     """Whether a checkpoint may lack the parameter, as it lacks frozen weights without owners."""
 
     def is_just(self, dim: int, start: int, stop: int) -> bool:
         """Whether exactly these rows are needed; a whole parameter is the same along any dim."""
-        own = self.dim, self.start, self.stop
-        return own == (dim, start, stop) or all(
-            (first, last) == (0, num_rows(self.shape, along))
-            for along, first, last in (own, (dim, start, stop))
-        )
+        if (self.dim, self.rows) == (dim, ((start, stop),)):
+            return True
+        own, other = num_rows(self.shape, self.dim), num_rows(self.shape, dim)
+        return self.rows == ((0, own),) and (start, stop) == (0, other)
 
 
 def num_rows(shape: Sequence[int], dim: int) -> int:
@@ -171,22 +198,23 @@ def num_rows(shape: Sequence[int], dim: int) -> int:
     return shape[dim] if shape else 1
 
 
-def is_sound(tensor: torch.Tensor, *, is_trained: bool) -> bool:
-    """Whether a tensor holds no NaN and, if it is trained, nothing infinite.
+def refuse_nonfinite(slices: Sequence[SliceContent | RestoredSlice], where: str) -> None:
+    """Raise CheckpointError if a tensor has a NaN, or a weight that trains has an infinity.
 
-    A mask that never trains may be infinite, and so may what an optimizer keeps.
+    A mask that never trains may be infinite, and so may optimizer state.
+
+    Args:
+        slices: The slices to check.
+        where: The end of the error's first sentence.
     """
-    # float8 has no bounds; those of other dtypes are NaN if anything is.
-    if not tensor.numel() or not tensor.is_floating_point() or tensor.element_size() == 1:
-        return True
-    low, high = (float(bound) for bound in torch.aminmax(tensor))
-    return not math.isnan(low) and not (is_trained and math.isinf(high - low))
-
-
-def tensors_of(content: CheckpointContent) -> dict[tuple[int, str], torch.Tensor]:
-    """Return all tensors of a rank's slices, by the slice's index and the tensor's key."""
-    return {
-        (index, key): tensor
-        for index, item in enumerate(content.slices)
-        for key, tensor in {WEIGHT: item.weight, **item.state, **item.whole_state}.items()
-    }
+    for item in slices:
+        for key, tensor in item.tensors.items():
+            # `aminmax` doesn't support float8; for other dtypes it returns NaN if any value is.
+            if tensor.numel() and tensor.is_floating_point() and tensor.element_size() > 1:
+                low, high = (float(bound) for bound in torch.aminmax(tensor))
+                is_trained = key == WEIGHT and len(item.tensors) > 1
+                if math.isnan(low) or (is_trained and math.isinf(high - low)):
+                    raise CheckpointError(
+                        f"{item.parameter}'s {key} isn't finite {where}. Find the step that made "
+                        "it so: a loss or a gradient was NaN or infinite."
+                    )

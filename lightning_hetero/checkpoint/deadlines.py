@@ -1,9 +1,9 @@
 """Threads that end with the process, and waits that last as long as work makes progress.
 
-The standard library's executors are joined when the interpreter exits. A process that has lost its
-peers must exit at once, even in the middle of an upload, so that it can be restarted. And storage
-may be slow for hours or hang for ever, even in the kernel (a network mount whose server is gone):
-only progress tells these apart.
+The standard library's executors are joined when the interpreter exits. But a process that has lost
+its peers must exit at once, even in the middle of an upload, so that it can be restarted. And
+storage may be slow for hours or hang forever, even in the kernel (a network mount whose server is
+gone): only progress distinguishes these.
 """
 
 import queue
@@ -28,15 +28,15 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
 MARGIN = 1.5
-"""Factor by which waiting for work lasts longer than the work may hang.
+"""Factor by which a wait for work is longer than the work may hang.
 
-So work that hangs raises its own error, which says more, before those that wait for it give up.
+So work that hangs raises its own error, which says more, before the wait for it ends.
 """
 _MAX_HANGING = 8
 
 
 class Followed(Generic[_T]):
-    """An iterable that ticks a progress with each item; may be iterated several times."""
+    """An iterable that ticks a progress with each item; can be iterated several times."""
 
     def __init__(self, items: Iterable[_T], progress: Progress) -> None:
         self._items = items

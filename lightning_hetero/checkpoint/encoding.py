@@ -1,14 +1,14 @@
-"""Turn a snapshot into files: safetensors with rows of the cut dim first, streamed in chunks.
+"""Encode a snapshot as safetensors files, chunk by chunk, with the cut dim of each tensor first.
 
-The header is written here because the safetensors package wants all tensors of a file at once, in
-memory and in their final layout; this needs one chunk. The files are ordinary safetensors files,
-which the package can read.
+The header is written here, because the safetensors package needs all tensors of a file at once,
+whereas this needs one chunk. The package can read the files.
 """
 
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -61,33 +61,39 @@ DTYPE_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _CHUNK_BYTES = 4 << 20
 
 
-@dataclass(eq=False)
 class FileBody:
-    """The bytes of a file in chunks; may be iterated several times."""
+    """The bytes of a file, which lie in several pieces of memory; can be iterated several times.
 
-    name: str
-    unit: int | None
-    header: bytes
-    tensors: Sequence[tuple[torch.Tensor, int]] = ()
-    """Each tensor with the dim that comes first in the file."""
-    block_bytes: int = BLOCK_BYTES
-    """Bytes that one checksum covers."""
-    _checksums: tuple[int, ...] | None = field(default=None, init=False)
+    Args:
+        name: Name inside the checkpoint's folder.
+        unit: The unit it belongs to, None for metadata.
+        pieces: The bytes, in order.
+    """
+
+    def __init__(self, name: str, unit: int | None, pieces: Sequence[Buffer]) -> None:
+        self.name = name
+        self.unit = unit
+        self.block_bytes = BLOCK_BYTES
+        """Bytes that one checksum covers."""
+        self._pieces = [memoryview(piece).toreadonly() for piece in pieces]
+        self._checksums: tuple[int, ...] | None = None
 
     @property
     def size_bytes(self) -> int:
         """Bytes of the whole file."""
-        return len(self.header) + sum(t.numel() * t.element_size() for t, _ in self.tensors)
+        return sum(map(len, self._pieces))
 
     def __iter__(self) -> Iterator[Buffer]:
         checksums = BlockChecksums(self.block_bytes)
-        for chunk in self._chunks():
-            checksums.update(chunk)
-            yield chunk
+        for piece in self._pieces:
+            for start in range(0, len(piece), _CHUNK_BYTES):
+                chunk = piece[start : start + _CHUNK_BYTES]
+                checksums.update(chunk)
+                yield chunk
         self._checksums = checksums.finish()
 
     def entry(self) -> FileEntry:
-        """Return the manifest's entry; computes the checksums unless a write already has."""
+        """Return the manifest's entry; computes checksums unless a write has done so."""
         if self._checksums is None:
             for _ in self:
                 pass
@@ -96,70 +102,38 @@ class FileBody:
 
     def read(self, start: int = 0, stop: int | None = None) -> bytes:
         """Return bytes [start, stop)."""
-        stop = self.size_bytes if stop is None else min(stop, self.size_bytes)
-        found: list[Buffer] = [self.header[start:stop]]
-        offset = len(self.header)
-        for tensor, dim in self.tensors:
-            size = tensor.numel() * tensor.element_size()
-            first, last = max(start, offset) - offset, min(stop, offset + size) - offset
-            if first < last:
-                rows = tensor.movedim(dim, 0) if tensor.ndim else tensor.reshape(1)
-                row_bytes = size // rows.shape[0]
-                skipped = first // row_bytes
-                some = _as_bytes(rows[skipped : -(-last // row_bytes)])
-                found.append(some[first - skipped * row_bytes : last - skipped * row_bytes])
-            offset += size
+        stop = self.size_bytes if stop is None else stop
+        found, offset = [], 0
+        for piece in self._pieces:
+            found.append(piece[max(0, start - offset) : max(0, stop - offset)])
+            offset += len(piece)
         return b"".join(found)
-
-    def _chunks(self) -> Iterable[Buffer]:
-        yield self.header
-        for tensor, dim in self.tensors:
-            rows = tensor.movedim(dim, 0) if tensor.ndim else tensor.reshape(1)
-            row_bytes = max(1, rows[:1].numel() * rows.element_size())
-            step = max(1, _CHUNK_BYTES // row_bytes)
-            for start in range(0, rows.shape[0], step):
-                yield _as_bytes(rows[start : start + step])
-
-
-def _as_bytes(rows: torch.Tensor) -> memoryview:
-    flat = rows.contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data.toreadonly()
 
 
 def encode_part(
-    content: CheckpointContent,
-    copies: Mapping[tuple[int, str], torch.Tensor],
-    metadata: Mapping[str, bytes],
-    *,
-    block_bytes: int | None = None,
+    content: CheckpointContent, metadata: Mapping[str, bytes], *, block_bytes: int | None = None
 ) -> tuple[list[FileBody], list[SliceEntry]]:
     """Return the files of a part and the manifest's entries of its slices.
 
     Args:
-        content: The state; its own tensors may have changed since it was copied.
-        copies: The tensors on the host, see `tensors_of`.
+        content: The state, in host memory.
         metadata: Names and contents of the metadata files, at least one.
         block_bytes: Bytes that one checksum covers; `BLOCK_BYTES` if None.
     """
-    bodies = [FileBody(name, None, data) for name, data in metadata.items()]
-    entries: dict[int, list[TensorEntry]] = {i: [] for i in range(len(content.slices))}
-    for unit in sorted({item.unit for item in content.slices}):
-        members = [i for i, item in enumerate(content.slices) if item.unit == unit]
-        weights = [(i, WEIGHT) for i in members]
-        states = [
-            (i, key)
-            for i in members
-            for key in (*content.slices[i].state, *content.slices[i].whole_state)
-        ]
-        for kind, tensors in (("weights", weights), ("optimizer", states)):
-            if tensors:
-                unit_name = name_of_unit(unit, content.num_layers)
-                name = f"{unit_name}.part-{content.global_rank:05d}.{kind}.safetensors"
-                found = [(content.slices[i], key, copies[i, key]) for i, key in tensors]
-                body, made = _encode_file(name, unit, found)
-                for (index, _), entry in zip(tensors, made, strict=True):
-                    entries[index].append(entry)
-                bodies.append(body)
+    bodies = [FileBody(name, None, [data]) for name, data in metadata.items()]
+    files: dict[tuple[int, bool], list[tuple[int, str, torch.Tensor]]] = defaultdict(list)
+    for index, item in enumerate(content.slices):
+        for key, tensor in item.tensors.items():
+            files[item.unit, key != WEIGHT].append((index, key, tensor))
+    entries: list[list[TensorEntry]] = [[] for _ in content.slices]
+    for (unit, is_state), tensors in sorted(files.items()):
+        kind = "optimizer" if is_state else "weights"
+        part = f"{name_of_unit(unit, content.num_layers)}.part-{content.global_rank:05d}"
+        found = [(content.slices[index], key, tensor) for index, key, tensor in tensors]
+        body, made = _encode_file(f"{part}.{kind}.safetensors", unit, found)
+        bodies.append(body)
+        for (index, _, _), entry in zip(tensors, made, strict=True):
+            entries[index].append(entry)
     for body in bodies:
         body.block_bytes = block_bytes or BLOCK_BYTES
     slices = [
@@ -171,9 +145,9 @@ def encode_part(
             start=item.start,
             stop=item.stop,
             scalars=dict(item.scalars),
-            tensors=tuple(entries[i]),
+            tensors=tuple(found),
         )
-        for i, item in enumerate(content.slices)
+        for item, found in zip(content.slices, entries, strict=True)
     ]
     return bodies, slices
 
@@ -185,7 +159,7 @@ def make_manifest(
     *,
     with_checksums: bool = True,
 ) -> PartManifest:
-    """Return the manifest of a part whose files have been written, or are read from memory."""
+    """Return the manifest of a part, whose files have been written or are read from memory."""
     return PartManifest(
         id=content.id,
         part=content.global_rank,
@@ -205,7 +179,7 @@ def make_manifest(
 def metadata_files(
     content: CheckpointContent, *, with_shared: bool | None = None
 ) -> dict[str, bytes]:
-    """Return a part's metadata files by name; metadata of all ranks is in rank 0's part alone.
+    """Return a part's metadata files by name; those about all ranks are in rank 0's part only.
 
     Raises:
         CheckpointError: See `encode_metadata`.
@@ -254,7 +228,7 @@ def _encode_file(
     """Return one file's body, and an entry for each of its tensors."""
     header: dict[str, Any] = {}
     cuts: dict[str, Any] = {}
-    rows: list[tuple[torch.Tensor, int]] = []
+    pieces: list[Buffer] = []
     found: list[TensorEntry] = []
     end = 0
     for item, key, tensor in tensors:
@@ -266,16 +240,15 @@ def _encode_file(
                 f"{full_key} has dtype {tensor.dtype}, which checkpoints don't keep. Use one of "
                 f"{[str(dtype) for dtype in DTYPE_NAMES]}."
             )
-        by_rows = _is_cut_by_rows(item, key, tensor)
-        dim = item.dim if by_rows and tensor.ndim else 0
-        shape = tuple(tensor.movedim(dim, 0).shape) if tensor.ndim else ()
-        dtype = DTYPE_NAMES[tensor.dtype]
+        rows, dtype = tensor.movedim(item.first_dim(key), 0), DTYPE_NAMES[tensor.dtype]
+        pieces.append(rows.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         begin, end = end, end + tensor.numel() * tensor.element_size()
+        shape = tuple(rows.shape)
         header[full_key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
         cuts[item.parameter] = {"shape": item.shape, "cut": [item.dim, item.start, item.stop]}
-        rows.append((tensor, dim))
-        found.append(TensorEntry(key, name, dtype, shape, by_rows, begin, end))
-    # For people: the dim and the rows [start, stop) of each tensor, whose dims begin with that dim.
+        found.append(TensorEntry(key, name, dtype, shape, item.is_by_rows(key), begin, end))
+    # For people who look into the file: the dim and rows [start, stop) of each tensor, whose first
+    # dim is that dim.
     header = {"__metadata__": {"rows": json.dumps(cuts)}, **header}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -284,14 +257,7 @@ def _encode_file(
         replace(entry, begin=len(prefix) + entry.begin, end=len(prefix) + entry.end)
         for entry in found
     ]
-    return FileBody(name, unit, prefix, rows), entries
-
-
-def _is_cut_by_rows(item: SliceContent, key: str, tensor: torch.Tensor) -> bool:
-    if key in item.whole_state:
-        return False
-    # A parameter without dims is one row; state without dims is a count that every slice shares.
-    return tuple(tensor.shape) == item.slice_shape and (key == WEIGHT or tensor.ndim > 0)
+    return FileBody(name, unit, [prefix, *pieces]), entries
 
 
 def _versions() -> dict[str, str]:

@@ -1,200 +1,220 @@
-"""Get the byte ranges that a rank needs, each from its cheapest source (AutoHet §IV-C).
+"""Recover a state: every rank reads the bytes that it needs, each from its cheapest source.
 
-A source is the memory or disk of the rank's own node, of another node, or the remote store. Each
-rank decides by itself from where it reads. If several locations cost the same, ranks and chunks use
-them in turn. The checksum of every block is compared before the block is used. A location that
-fails isn't used again for that file, and the next one is tried.
+A source is the memory or disk of the rank's own node, of another node, or the remote store (AutoHet
+§IV-C). Each rank decides alone from where it reads. Among places of equal cost, ranks and chunks
+take turns. The checksum of every block is compared before the block is used. If a place fails, it
+isn't used again for that file, and the next place is tried.
 
-Each needed byte is read once, at the bandwidth of its source, and all sources are read at once.
+Each needed byte is read once, from all sources at the same time. Either all ranks go on from the
+state, or none does.
 """
 
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
+from lightning_hetero.checkpoint.assembly import Assembly, FileRange
+from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed
 from lightning_hetero.checkpoint.deadlines import map_on_threads
 from lightning_hetero.checkpoint.manifest import (
-    Buffer,
+    CheckpointId,
     PartManifest,
-    align_to_blocks,
     fault_in,
     name_of_unit,
 )
 from lightning_hetero.checkpoint.serving import Readable
+from lightning_hetero.checkpoint.statuses import Peers
 from lightning_hetero.checkpoint.tiers import Location, Source, source_of
 from lightning_hetero.core.errors import CheckpointError
+from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress
 
-__all__ = ["CHUNK_BYTES", "Fetcher", "FileRange", "Locations", "cut_into_chunks", "whole_blocks"]
+__all__ = ["Fetcher", "Parts", "Recovered", "RecoveryReport", "cheapest", "take"]
 
 _log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 16 << 20
-"""Most bytes of one fetch, which sender and receiver hold in memory."""
 _READERS = 8
 """Threads that read: one connection to an object store carries much less than the link could."""
 
-Locations = Mapping[tuple[int, str], Sequence[Location]]
-"""Which places hold each (part, file)."""
 
+@dataclass(frozen=True, kw_only=True)
+class RecoveryReport:
+    """What a recovery has done, for the log line after a restart."""
 
-@dataclass(frozen=True, order=True, slots=True)
-class FileRange:
-    """Bytes [start, stop) of one file of one part."""
+    id: CheckpointId
+    """The checkpoint that was taken."""
+    bytes_by_source: Mapping[Source, int]
+    """Bytes that this rank got from each kind of source, counted in whole blocks."""
+    failures: tuple[str, ...]
+    """Sources that failed, and why."""
+    attempt: int
+    """Number of the next attempt: each start of the run saves its checkpoints under its own."""
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints that couldn't be used, and why."""
 
-    part: int
-    file: str
-    start: int
-    stop: int
-
-
-def whole_blocks(
-    ranges: Collection[FileRange], manifests: Mapping[int, PartManifest]
-) -> list[FileRange]:
-    """Return the fewest ranges of whole blocks that contain all ranges, each byte once."""
-    by_file: dict[tuple[int, str], list[tuple[int, int]]] = defaultdict(list)
-    for item in ranges:
-        manifest = manifests[item.part]
-        entry = manifest.file(item.file)
-        by_file[item.part, item.file].append(
-            align_to_blocks(
-                item.start,
-                item.stop,
-                block_bytes=manifest.block_bytes,
-                size_bytes=entry.size_bytes,
-            )
+    def __str__(self) -> str:
+        sources = ", ".join(
+            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
+            for source, count in sorted(self.bytes_by_source.items())
         )
-    runs = []
-    for (part, file), intervals in sorted(by_file.items()):
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted(intervals):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-            else:
-                merged.append((start, stop))
-        runs += [FileRange(part, file, start, stop) for start, stop in merged]
-    return runs
+        text = f"recovered {self.id}: {sources or 'nothing needed'}"
+        if self.failures:
+            text += f"; {len(self.failures)} sources failed"
+        if self.skipped:
+            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
+        return text
 
 
-def cut_into_chunks(
-    ranges: Sequence[FileRange],
-    manifests: Mapping[int, PartManifest],
-    chunk_bytes: int | None = None,
-) -> Iterator[FileRange]:
-    """Yield ranges of whole blocks in pieces of at most `chunk_bytes`, but at least one block."""
-    most = chunk_bytes or CHUNK_BYTES
-    for item in ranges:
-        block_bytes = manifests[item.part].block_bytes
-        step = max(1, most // block_bytes) * block_bytes
-        for start in range(item.start, item.stop, step):
-            yield FileRange(item.part, item.file, start, min(start + step, item.stop))
+@dataclass(frozen=True, kw_only=True)
+class Recovered:
+    """The recovered state of one rank."""
+
+    id: CheckpointId
+    """The checkpoint that it comes from."""
+    world_size: int
+    """Number of ranks that saved it."""
+    plan: ParallelPlan | None
+    """The plan under which it was saved."""
+    slices: tuple[RestoredSlice, ...]
+    """The slices that were asked for, in the same order."""
+    metadata: Mapping[str, Any]
+    """Rank 0's shared metadata."""
+    rank_metadata: Mapping[str, Any] | None
+    """This rank's own state; None if another number of ranks saved the checkpoint."""
+    report: RecoveryReport
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of one state, and how this rank reaches them."""
+
+    manifests: Mapping[int, PartManifest]
+    """The manifests of all parts."""
+    locations: Mapping[tuple[int, str], Sequence[Location]]
+    """Which places have each (part, file)."""
+    own_part: int | None
+    """The part that this rank itself saved, or has in memory; None if it has none."""
+    node: str
+    """Name of this rank's node, by which its own places are known."""
+    reach: Callable[[Location], Readable | None]
+    """Returns what to read a location's files from; None if this rank can't reach it."""
+    attempt: int
+    """Number of the next attempt, see `RecoveryReport`."""
+
+
+def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
+    """Return what this rank needs; or, if any rank can't get all it needs, the reason, on all.
+
+    Every rank calls it. Communicates.
+
+    Raises:
+        CheckpointError: The state is that of another model or optimizer; all ranks raise it.
+        PeerError: Another rank is gone.
+    """
+    assembly, refusal = None, ""
+    try:
+        assembly = Assembly(needs, parts.manifests, parts.own_part)
+    except CheckpointError as error:
+        refusal = f"Rank {peers.global_rank}: {error}"
+    for text in peers.gather(refusal):
+        if text:
+            raise CheckpointError(text)
+    assert assembly is not None
+    fetcher = Fetcher(parts, turn=peers.global_rank)
+    fetching, answers = peers.do(partial(fetcher.run, assembly), may_fail=True)
+    errors = [str(answer["error"]) for answer in answers if "error" in answer]
+    return errors[0] if errors else fetching.result()
 
 
 class Fetcher:
-    """Gets byte ranges of one checkpoint for one rank, in memory of at most readers × chunk bytes.
+    """Gets the bytes of one state for one rank, in memory of at most readers × chunk bytes.
 
     Args:
-        manifests: The manifests of all parts.
-        locations: Which places hold each file.
-        node: Name of this rank's node, by which its own places are known.
-        reach: Returns what to read a location's files from; None if this rank can't reach it.
-        turn: This rank's number, with which the turns begin.
+        parts: The state's parts.
+        turn: This rank's number; ranks with different numbers begin at different places.
     """
 
-    def __init__(
-        self,
-        manifests: Mapping[int, PartManifest],
-        locations: Locations,
-        *,
-        node: str,
-        reach: Callable[[Location], Readable | None],
-        turn: int,
-    ) -> None:
-        self.bytes_by_source: dict[Source, int] = defaultdict(int)
-        self.failures: list[str] = []
-        """Locations that failed and aren't used any more, and why."""
-        self._manifests = manifests
-        self._holders = {key: list(items) for key, items in locations.items()}
-        self._node = node
-        self._reach = reach
+    def __init__(self, parts: Parts, *, turn: int) -> None:
+        self._parts = parts
         self._turn = turn
+        self._bytes_by_source: dict[Source, int] = defaultdict(int)
+        self._failures: list[str] = []
+        self._left = {key: list(items) for key, items in parts.locations.items()}
+        """The places that haven't failed."""
         self._lock = threading.Lock()
 
-    def run(
-        self,
-        ranges: Sequence[FileRange],
-        deliver: Callable[[FileRange, Buffer], None],
-        progress: Progress,
-        *,
-        chunk_bytes: int | None = None,
-    ) -> None:
-        """Get ranges of whole blocks; `progress` is notified of each chunk.
+    def run(self, assembly: Assembly, progress: Progress) -> Recovered:
+        """Get all that is needed; `progress` is notified of each chunk.
 
         Raises:
-            CheckpointError: No location of a file is left; the message names the layer.
+            CheckpointError: No location of a file is left; the message names the layer. Or the
+                state isn't finite.
         """
-        chunks = enumerate(cut_into_chunks(ranges, self._manifests, chunk_bytes), self._turn)
-        map_on_threads(
-            lambda item: self._fetch(item[1], item[0], deliver),
-            chunks,
-            count=_READERS,
-            progress=progress,
+        chunks = enumerate(assembly.ranges(), self._turn)
+        try:
+            map_on_threads(
+                lambda item: assembly.deliver(item[1], self._fetch(item[1], item[0])),
+                chunks,
+                count=_READERS,
+                progress=progress,
+            )
+            slices, metadata, rank_metadata = assembly.finish()
+        except CheckpointError as error:
+            tried = f" Tried: {'; '.join(self._failures)}." if self._failures else ""
+            raise CheckpointError(f"{error}{tried}") from error
+        first = next(iter(self._parts.manifests.values()))
+        return Recovered(
+            id=first.id,
+            world_size=first.world_size,
+            plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
+            slices=slices,
+            metadata=metadata,
+            rank_metadata=rank_metadata,
+            report=RecoveryReport(
+                id=first.id,
+                bytes_by_source=dict(self._bytes_by_source),
+                failures=tuple(self._failures),
+                attempt=self._parts.attempt,
+            ),
         )
 
-    def choose(self, item: FileRange, turn: int) -> tuple[Source, Location]:
-        """Return from where to read a range: the cheapest kind of source, its locations in turn.
+    def _fetch(self, item: FileRange, turn: int) -> bytes:
+        """Get a range from the cheapest place; if that fails from the next one, and so on."""
+        manifest = self._parts.manifests[item.part]
+        entry, left = manifest.file(item.file), self._left.get((item.part, item.file), [])
+        while places := left.copy():
+            location = cheapest(places, self._parts.node, turn)
+            try:
+                files = self._parts.reach(location)
+                if files is None:
+                    raise OSError("this rank doesn't reach it")
+                data = files.read(f"{manifest.id.folder}/{item.file}", item.start, item.stop)
+                why = fault_in(data, item.start, item.stop, entry, manifest.block_bytes)
+            except Exception as error:
+                # Stores raise their client library's own types; another source is tried anyway.
+                why = f"{type(error).__name__}: {error}"
+            with self._lock:
+                if not why:
+                    source = source_of(location, self._parts.node)
+                    self._bytes_by_source[source] += item.stop - item.start
+                    return data
+                if location in left:
+                    left.remove(location)
+                    self._failures.append(f"{location}: {item.file}: {why}")
+                    _log.warning("%s of %s in %s: %s", item.file, manifest.id, location, why)
+        what = "metadata" if entry.unit is None else name_of_unit(entry.unit, manifest.num_layers)
+        raise CheckpointError(
+            f"No tier has an intact copy of {what} ({item.file}) of {manifest.id}. Bring back "
+            "a node that had one, or delete this checkpoint to go on from an older one."
+        )
 
-        Raises:
-            CheckpointError: No location is left.
-        """
-        options = list(self._holders.get((item.part, item.file), ()))
-        if not options:
-            manifest = self._manifests[item.part]
-            unit = manifest.file(item.file).unit
-            what = "metadata" if unit is None else name_of_unit(unit, manifest.num_layers)
-            raise CheckpointError(
-                f"No tier has an intact copy of {what} ({item.file}) of {manifest.id}. Bring back "
-                "a node that had one, or delete this checkpoint to go on from an older one."
-            )
-        best = min(source_of(location, self._node) for location in options)
-        cheapest = [at for at in options if source_of(at, self._node) is best]
-        return best, cheapest[turn % len(cheapest)]
 
-    def _fetch(
-        self, item: FileRange, turn: int, deliver: Callable[[FileRange, Buffer], None]
-    ) -> None:
-        """Get a range from the cheapest location; if that fails from the next one, and so on."""
-        while True:
-            source, location = self.choose(item, turn)
-            data, why = self._read(item, location)
-            if not why:
-                deliver(item, data)
-                with self._lock:
-                    self.bytes_by_source[source] += item.stop - item.start
-                return
-            self._strike(item, location, why)
-
-    def _read(self, item: FileRange, location: Location) -> tuple[bytes, str]:
-        """Return (bytes, ""), or no bytes and what went wrong."""
-        manifest = self._manifests[item.part]
-        try:
-            files = self._reach(location)
-            if files is None:
-                return b"", "this rank doesn't reach it"
-            data = files.read(f"{manifest.id.folder}/{item.file}", item.start, item.stop)
-        except Exception as error:
-            # Stores raise their client library's own types; another source is tried in any case.
-            return b"", f"{type(error).__name__}: {error}"
-        entry = manifest.file(item.file)
-        return data, fault_in(data, item.start, item.stop, entry, manifest.block_bytes)
-
-    def _strike(self, item: FileRange, location: Location, why: str) -> None:
-        """Stop using a location for this file."""
-        with self._lock:
-            if location not in self._holders[item.part, item.file]:
-                return
-            self._holders[item.part, item.file].remove(location)
-            self.failures.append(f"{location}: {item.file}: {why}")
-        _log.warning("%s of %s in %s: %s", item.file, self._manifests[item.part].id, location, why)
+def cheapest(places: Sequence[Location], node: str, turn: int) -> Location:
+    """Return from which of some places a node reads: of the cheapest kind, in turn."""
+    best = min(source_of(at, node) for at in places)
+    options = [at for at in places if source_of(at, node) is best]
+    return options[turn % len(options)]

@@ -1,31 +1,27 @@
 """Recover a run's state from files; all ranks do it together.
 
-1. Every rank reports what its node's tiers hold, and the run's newest complete checkpoint is chosen
-   (`inventory`). Manifests that were read for this are shared among the ranks.
-2. Every rank gets the bytes that it needs, each from its cheapest source (`fetching`): from its own
-   tiers and the remote store directly, from other nodes' tiers by HTTP.
+1. Every rank reports what its node's tiers have, and the run's newest complete checkpoint is chosen
+   (`inventory`). The manifests that were read for this are sent to all ranks.
+2. Every rank reads the bytes that it needs, each from its cheapest source (`fetching`): from its
+   own tiers and the remote store directly, from other nodes' tiers by HTTP.
 3. All ranks say whether they have everything. If not, all try the next older complete checkpoint.
 
-Example: ranks 0 and 1 have saved steps 100 and 200, then rank 1's node is lost with its disk, and
-no copy of its part of step 200 is left: both go on from step 100, whose parts are in the remote
-store.
+Example: ranks 0 and 1 have saved steps 100 and 200. Then rank 1's node is lost with its disk, and
+there is no copy of its part of step 200. Both ranks go on from step 100, whose parts are in the
+remote store.
 
-Ranks wait for storage while it makes progress, and give it up if it hangs. Step 2 and 3 (`take`)
-are also used for states that aren't in files (`live`): either every rank goes on from a state, or
-none.
+Ranks wait for storage as long as it makes progress, and give it up if it hangs. Steps 2 and 3
+(`take`) also recover states that aren't in files (`live`).
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
-from lightning_hetero.checkpoint.assembly import Assembly
 from lightning_hetero.checkpoint.claims import mark_places, new_run
-from lightning_hetero.checkpoint.content import RestoredSlice, SliceNeed
+from lightning_hetero.checkpoint.content import SliceNeed
 from lightning_hetero.checkpoint.deadlines import MARGIN
-from lightning_hetero.checkpoint.fetching import Fetcher, Locations
+from lightning_hetero.checkpoint.fetching import Parts, Recovered, take
 from lightning_hetero.checkpoint.inventory import (
     Choice,
     ChoiceError,
@@ -38,341 +34,201 @@ from lightning_hetero.checkpoint.inventory import (
 from lightning_hetero.checkpoint.manifest import CheckpointId, PartManifest
 from lightning_hetero.checkpoint.serving import Address, PeerFiles, Readable
 from lightning_hetero.checkpoint.statuses import Peers
-from lightning_hetero.checkpoint.tiers import Location, Source, Tier, TierKind, own_stores
+from lightning_hetero.checkpoint.tiers import Location, Tier, TierKind, own_stores
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress
 
-__all__ = ["Parts", "Recovered", "RecoveryReport", "begin_run", "recover", "take"]
+__all__ = ["Recovery"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
-"""Most inventories that are taken, if another run deletes checkpoints in between."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecoveryReport:
-    """What a recovery has done, for the log line after a restart."""
-
-    id: CheckpointId
-    """The checkpoint that was taken."""
-    bytes_by_source: Mapping[Source, int]
-    """Bytes that this rank got from each kind of source, counted in whole blocks."""
-    failures: tuple[str, ...]
-    """Sources that failed, and why."""
-    attempt: int
-    """Attempt number for the checkpoints that this run saves."""
-    skipped: tuple[str, ...] = ()
-    """Newer checkpoints that couldn't be used, and why."""
-
-    def __str__(self) -> str:
-        sources = ", ".join(
-            f"{count / 1e6:.1f} MB from {source.name.lower().replace('_', ' ')}"
-            for source, count in sorted(self.bytes_by_source.items())
-        )
-        text = f"recovered {self.id}: {sources or 'nothing needed'}"
-        if self.failures:
-            text += f"; {len(self.failures)} sources failed"
-        if self.skipped:
-            text += f"; {len(self.skipped)} newer checkpoints couldn't be used"
-        return text
-
-
-@dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """The recovered state of one rank."""
-
-    id: CheckpointId
-    """The checkpoint that it comes from."""
-    world_size: int
-    """Number of ranks that saved it."""
-    plan: ParallelPlan | None
-    """The plan under which it was saved."""
-    slices: tuple[RestoredSlice, ...]
-    """The needed slices, in the order of the needs."""
-    metadata: Mapping[str, Any]
-    """Rank 0's shared metadata."""
-    rank_metadata: Mapping[str, Any] | None
-    """This rank's own state; None if another number of ranks saved the checkpoint."""
-    report: RecoveryReport
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """The parts of one state, and how a rank reaches them."""
-
-    id: CheckpointId
-    manifests: Mapping[int, PartManifest]
-    locations: Locations
-    own_part: int | None
-    """The part that this rank itself saved, or holds; None if it has none."""
-    node: str
-    """Name of this rank's node."""
-    reach: Callable[[Location], Readable | None]
-    """Returns what to read a location's files from; see `Fetcher`."""
-    attempt: int
-    """Attempt number for the checkpoints that are saved next."""
-
-
-def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
-    """Return what this rank needs; on all ranks, the reason if any rank can't have all it needs.
-
-    Every rank calls it. Communicates.
-
-    Raises:
-        CheckpointError: The model or its optimizer isn't the one whose state this is; all ranks
-            raise it.
-        PeerError: Another rank is gone.
-    """
-    assembly, refusal = None, ""
-    try:
-        assembly = Assembly(needs, parts.manifests, parts.own_part)
-    except CheckpointError as error:
-        refusal = f"Rank {peers.global_rank}: {error}"
-    for text in peers.gather(refusal):
-        if text:
-            raise CheckpointError(text)
-    assert assembly is not None
-    fetch = partial(_fetch, assembly, parts, peers.global_rank)
-    fetching, answers = peers.do(fetch, may_fail=True)
-    errors = [str(answer["error"]) for answer in answers if "error" in answer]
-    return errors[0] if errors else fetching.result()
-
-
-def _fetch(assembly: Assembly, parts: Parts, turn: int, progress: Progress) -> Recovered:
-    fetcher = Fetcher(
-        parts.manifests, parts.locations, node=parts.node, reach=parts.reach, turn=turn
-    )
-    try:
-        fetcher.run(assembly.blocks(), assembly.deliver, progress)
-        slices, metadata, rank_metadata = assembly.finish()
-    except CheckpointError as error:
-        tried = f" Tried: {'; '.join(fetcher.failures)}." if fetcher.failures else ""
-        raise CheckpointError(f"{error}{tried}") from error
-    first = next(iter(parts.manifests.values()))
-    report = RecoveryReport(
-        id=parts.id,
-        bytes_by_source=dict(fetcher.bytes_by_source),
-        failures=tuple(fetcher.failures),
-        attempt=parts.attempt,
-    )
-    return Recovered(
-        id=parts.id,
-        world_size=first.world_size,
-        plan=None if first.plan is None else ParallelPlan.from_dict(first.plan),
-        slices=slices,
-        metadata=metadata,
-        rank_metadata=rank_metadata,
-        report=report,
-    )
+"""Largest number of inventories, if another run deletes checkpoints in between."""
 
 
 class _ExhaustedError(CheckpointError):
-    """Some needed bytes have no source left; all ranks raise it at the same point."""
+    """Some needed bytes have no source left; all ranks raise this error at the same point."""
 
 
-@dataclass
-class _Search:
-    """One rank's part in a search: ranks try one checkpoint after another."""
+class Recovery:
+    """One rank's part in a recovery. All ranks make the same calls, which communicate.
 
-    tiers: Sequence[Tier]
-    peers: Peers
-    node_of_rank: Sequence[str]
-    addresses: Sequence[Address | None]
-    """Where each rank serves its node's tiers; None for a single rank."""
-    inventory: Inventory = field(default_factory=Inventory)
-    """The last inventory of all ranks."""
-    manifests: Manifests = field(default_factory=dict)
-    """The manifests that this rank has read."""
+        recovery = Recovery([disk, bucket], node="node-3", peers=peers)
+        recovered = recovery.recover(needs)
+        start = recovery.begin_run(recovered)
 
-    @classmethod
-    def open(cls, tiers: Sequence[Tier], node: str, peers: Peers | None) -> "_Search":
-        """Open a search: ranks tell each other their nodes. All ranks call it. Communicates."""
-        peers = peers or Peers()
-        own = peers.serve(own_stores(tiers))
-        rows = peers.gather([node, own])
-        return cls(tiers, peers, [row[0] for row in rows], [row[1] for row in rows])
+    Args:
+        tiers: This node's tiers and the remote one.
+        node: Name of this rank's node; equal on ranks that share the local tiers.
+        peers: The ranks; None for a single one.
+        skip_unreadable: Whether to go on without tiers that can't be read.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        node: str = "node",
+        peers: Peers | None = None,
+        skip_unreadable: bool = False,
+    ) -> None:
+        self._tiers = tiers
+        self._node = node
+        self._peers = peers = peers or Peers()
+        self._skip_unreadable = skip_unreadable
+        rows = peers.gather([node, peers.serve(own_stores(tiers))])
+        self.node_of_rank: tuple[str, ...] = tuple(row[0] for row in rows)
+        """Name of each rank's node."""
+        self._addresses: list[Address | None] = [row[1] for row in rows]
+        self._inventory = Inventory()
+        """The last inventory of all ranks."""
+        self._manifests: Manifests = {}
+        """The manifests that this rank has read."""
+
+    def recover(self, needs: Sequence[SliceNeed], *, step: int | None = None) -> Recovered | None:
+        """Restore the run's newest complete checkpoint.
+
+        Args:
+            needs: The slices that this rank keeps from now on.
+            step: Recover this step only, of any run; None takes the newest.
+
+        Returns:
+            The state; None if no checkpoint was ever complete.
+
+        Raises:
+            CheckpointError: There are checkpoints but none can be read, a tier can't be read, or
+                `step` doesn't exist; all ranks raise it.
+            PeerError: Another rank is gone.
+        """
+        before: Inventory | None = None
+        failure: CheckpointError | None = None
+        for _ in range(_LOOKS):
+            self._look()
+            if self._inventory == before:
+                break
+            before, found, failure = self._inventory, None, None
+            try:
+                choice = choose(before, step=step, skip_unreadable=self._skip_unreadable)
+                found = self._recover_newest(choice, needs)
+            except _ExhaustedError as error:
+                failure = error
+            except ChoiceError as error:
+                failure = CheckpointError(f"{error} Looked in {self._places}.")
+            if found is not None:
+                return found
+        if failure is not None:
+            raise failure
+        return None
+
+    def begin_run(self, recovered: Recovered | None = None, *, anew: bool = False) -> CheckpointId:
+        """Return the run's identity and this start's attempt number, as an id of step 0.
+
+        The identity is the one found in the lasting places, or a new one, and is written to all of
+        them. Because of identity and attempt number, parts that another start or another run has
+        left are never mistaken for this start's.
+
+        Args:
+            recovered: The state that ranks go on from.
+            anew: Whether to begin a new run, whatever the tiers contain.
+
+        Raises:
+            CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
+        """
+        if recovered is not None:
+            run, attempt = recovered.id.run, recovered.report.attempt
+        else:
+            run, attempt = self._peers.gather(new_run())[0], 0
+            if not anew:
+                self._look()
+                choice = choose(self._inventory, skip_unreadable=self._skip_unreadable)
+                run = run if choice.run is None else choice.run
+                attempt = choice.attempt
+        own = self._looked_after
+        # The place of a recovered state already has the run's identity, so writing it to others may
+        # fail.
+        may_fail = self._skip_unreadable or recovered is not None
+        self._peers.do(lambda _: mark_places(own, run), may_fail=may_fail)
+        return CheckpointId(0, attempt, run)
+
+    def _recover_newest(self, choice: Choice, needs: Sequence[SliceNeed]) -> Recovered | None:
+        peers = self._peers
+        if peers.global_rank == 0:
+            for text in self._inventory.broken:
+                _log.warning("Not counted as a checkpoint: %s", text)
+        skipped: list[str] = []
+        for checkpoint, world_size in choice.checkpoints.items():
+            manifests = self._share_manifests(checkpoint, world_size)
+            parts = Parts(
+                manifests=manifests,
+                locations=locations_of_files(self._inventory, manifests),
+                own_part=peers.global_rank if world_size == peers.world_size else None,
+                node=self._node,
+                reach=self._reach,
+                attempt=choice.attempt,
+            )
+            taken = take(needs, parts, peers)
+            if isinstance(taken, Recovered):
+                report = replace(taken.report, skipped=tuple(skipped))
+                return replace(taken, report=report)
+            skipped.append(f"{checkpoint}: {taken} Looked in {self._places}.")
+            _log.warning("%s can't be used: %s", checkpoint, taken)
+        if skipped:
+            raise _ExhaustedError(" ".join(skipped))
+        return None
 
     @property
-    def node(self) -> str:
-        """This rank's node."""
-        return self.node_of_rank[self.peers.global_rank]
-
-    @property
-    def looked_after(self) -> list[Tier]:
+    def _looked_after(self) -> list[Tier]:
         """The tiers that this rank lists and marks for all ranks that share them."""
-        rank = self.peers.global_rank
-        is_first = self.node_of_rank.index(self.node) == rank
-        return [t for t in self.tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
+        rank = self._peers.global_rank
+        is_first = self.node_of_rank.index(self._node) == rank
+        return [t for t in self._tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
 
     @property
-    def places(self) -> str:
+    def _places(self) -> str:
         """The places that were searched, for messages."""
-        found = sorted({held.location for held in self.inventory.held})
-        return ", ".join(map(str, (*found, *self.tiers)))
+        found = sorted({held.location for held in self._inventory.held})
+        return ", ".join(map(str, (*found, *self._tiers)))
 
-    def reach(self, location: Location) -> Readable | None:
+    def _reach(self, location: Location) -> Readable | None:
         """Return what to read a location's files from: a tier, or a rank on its node."""
-        for tier in self.tiers:
-            if tier.location(self.node) == location:
+        for tier in self._tiers:
+            if tier.location(self._node) == location:
                 return tier.store
         found = [
             address
-            for name, address in zip(self.node_of_rank, self.addresses, strict=True)
+            for name, address in zip(self.node_of_rank, self._addresses, strict=True)
             if name == location.node and address is not None
         ]
         if location.kind is TierKind.REMOTE or not found:
             return None
-        # Readers spread over the ranks of that node.
-        address = found[self.peers.global_rank % len(found)]
-        return PeerFiles(address, location.kind.name, self.peers.timeout_s)
+        # Each reader takes another rank of that node, in turn.
+        address = found[self._peers.global_rank % len(found)]
+        return PeerFiles(address, location.kind.name, self._peers.timeout_s)
 
-    def look(self) -> bool:
-        """Take an inventory with all ranks; return whether it has changed. Communicates.
+    def _look(self) -> None:
+        """Take an inventory with all ranks.
 
         Raises:
             CheckpointError: A rank has failed; all ranks raise it.
         """
-        before = self.inventory
-        self.manifests.clear()
-        _, reports = self.peers.do(self._take, lambda it: {"report": it.encode()})
-        self.inventory = Inventory.merge(Inventory.decode(report["report"]) for report in reports)
-        return self.inventory != before
+        self._manifests.clear()
+        _, reports = self._peers.do(self._take, lambda it: {"report": it.encode()})
+        self._inventory = Inventory.merge(Inventory.decode(report["report"]) for report in reports)
 
     def _take(self, progress: Progress) -> Inventory:
         return take_inventory(
-            self.looked_after,
-            node=self.node,
-            manifests=self.manifests,
+            self._looked_after,
+            node=self._node,
+            manifests=self._manifests,
             progress=progress,
-            # Less than other ranks wait for this one, so that the error names the place.
-            timeout_s=self.peers.timeout_s / MARGIN,
+            # Shorter than other ranks wait for this one, so that the error names the place, not the
+            # rank.
+            timeout_s=self._peers.timeout_s / MARGIN,
         )
 
-    def share_manifests(self, checkpoint: CheckpointId, size: int) -> dict[int, PartManifest]:
+    def _share_manifests(self, checkpoint: CheckpointId, size: int) -> dict[int, PartManifest]:
         """Return all manifests of a checkpoint of `size` parts. Communicates."""
-        wanted = [self.manifests.get((checkpoint, size, part)) for part in range(size)]
+        wanted = [self._manifests.get((checkpoint, size, part)) for part in range(size)]
         own = [manifest.encode().decode() for manifest in wanted if manifest is not None]
-        shared = [text for texts in self.peers.gather(own) for text in texts]
+        shared = [text for texts in self._peers.gather(own) for text in texts]
         found = [PartManifest.decode(text.encode()) for text in dict.fromkeys(shared)]
         return {manifest.part: manifest for manifest in found}
-
-
-def recover(
-    needs: Sequence[SliceNeed],
-    tiers: Sequence[Tier],
-    *,
-    node: str = "node",
-    peers: Peers | None = None,
-    step: int | None = None,
-    skip_unreadable: bool = False,
-) -> Recovered | None:
-    """Restore the run's newest complete checkpoint; every rank calls it. Communicates.
-
-    Args:
-        needs: The slices that this rank keeps from now on.
-        tiers: This node's tiers and the remote one.
-        node: Name of this rank's node; equal on ranks that share the local tiers.
-        peers: The ranks; None for a single one.
-        step: The only step to take, of whatever run; None takes the newest.
-        skip_unreadable: Whether to go on without tiers that can't be read.
-
-    Returns:
-        The state; None if no checkpoint was ever complete.
-
-    Raises:
-        CheckpointError: There are checkpoints but none can be read, a tier can't be read, or `step`
-            doesn't exist; all ranks raise it.
-        PeerError: Another rank is gone.
-    """
-    search = _Search.open(tiers, node, peers)
-    failure: CheckpointError | None = None
-    for _ in range(_LOOKS):
-        if not search.look():
-            break
-        found, failure = None, None
-        try:
-            choice = choose(search.inventory, step=step, skip_unreadable=skip_unreadable)
-            found = _recover_newest(search, choice, needs)
-        except _ExhaustedError as error:
-            failure = error
-        except ChoiceError as error:
-            failure = CheckpointError(f"{error} Looked in {search.places}.")
-        if found is not None:
-            return found
-    if failure is not None:
-        raise failure
-    return None
-
-
-def _recover_newest(
-    search: _Search, choice: Choice, needs: Sequence[SliceNeed]
-) -> Recovered | None:
-    if search.peers.global_rank == 0:
-        for text in search.inventory.broken:
-            _log.warning("Not counted as a checkpoint: %s", text)
-    skipped: list[str] = []
-    for checkpoint, world_size in choice.checkpoints.items():
-        peers = search.peers
-        manifests = search.share_manifests(checkpoint, world_size)
-        parts = Parts(
-            id=checkpoint,
-            manifests=manifests,
-            locations=locations_of_files(search.inventory, manifests),
-            own_part=peers.global_rank if world_size == peers.world_size else None,
-            node=search.node,
-            reach=search.reach,
-            attempt=choice.attempt,
-        )
-        taken = take(needs, parts, peers)
-        if isinstance(taken, Recovered):
-            report = replace(taken.report, skipped=tuple(skipped))
-            return replace(taken, report=report)
-        skipped.append(f"{checkpoint}: {taken} Looked in {search.places}.")
-        _log.warning("%s can't be used: %s", checkpoint, taken)
-    if skipped:
-        raise _ExhaustedError(" ".join(skipped))
-    return None
-
-
-def begin_run(
-    tiers: Sequence[Tier],
-    *,
-    recovered: Recovered | None = None,
-    node: str = "node",
-    peers: Peers | None = None,
-    skip_unreadable: bool = False,
-    anew: bool = False,
-) -> CheckpointId:
-    """Return the run's identity and this start's attempt number, as an id of step 0.
-
-    Every rank calls it after `recover`, with what that returned. Communicates. The identity is the
-    one that the lasting places know, or a new one, and is written into all of them. By identity and
-    attempt, parts that another start or another run has left are never taken for this start's.
-
-    Args:
-        tiers: This node's tiers and the remote one.
-        recovered: What `recover` returned.
-        node: Name of this rank's node.
-        peers: The ranks; None for a single one.
-        skip_unreadable: Whether to go on without tiers that can't be read.
-        anew: Whether a new run begins, whatever the tiers hold.
-
-    Raises:
-        CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
-    """
-    search = _Search.open(tiers, node, peers)
-    if recovered is not None:
-        run, attempt = recovered.id.run, recovered.report.attempt
-    else:
-        run, attempt = search.peers.gather(new_run())[0], 0
-        if not anew:
-            search.look()
-            choice = choose(search.inventory, skip_unreadable=skip_unreadable)
-            run = run if choice.run is None else choice.run
-            attempt = choice.attempt
-    own = search.looked_after
-    # The place of a recovered state already has the run's identity, so others may fail.
-    may_fail = skip_unreadable or recovered is not None
-    search.peers.do(lambda _: mark_places(own, run), may_fail=may_fail)
-    return CheckpointId(0, attempt, run)

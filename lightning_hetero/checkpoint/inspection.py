@@ -7,7 +7,7 @@ device read. Optimizer state is keyed by parameter names here and by running num
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from lightning_hetero.checkpoint.content import (
     num_rows,
     optimizer_state_dict,
 )
-from lightning_hetero.checkpoint.fetching import Fetcher, FileRange
-from lightning_hetero.checkpoint.from_files import Recovered, recover
+from lightning_hetero.checkpoint.fetching import Recovered, cheapest
+from lightning_hetero.checkpoint.from_files import Recovery
 from lightning_hetero.checkpoint.inventory import (
     Inventory,
     Manifests,
@@ -34,13 +34,13 @@ from lightning_hetero.checkpoint.manifest import (
     CheckpointId,
     FileEntry,
     PartManifest,
-    fault_in,
     name_of_unit,
 )
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import (
     REJECTED,
     Location,
+    StoredFile,
     Tier,
     checkpoints_in,
     remove_checkpoints,
@@ -60,7 +60,6 @@ __all__ = [
     "verify",
 ]
 
-_BLOCKS_AT_A_TIME = 16
 _NODE = "here"
 
 
@@ -156,7 +155,6 @@ def describe_layers(view: View) -> str:
     The last column names the places from which a rank that reaches all of them would read it.
     """
     locations = locations_of_files(view.inventory, view.manifests)
-    fetcher = Fetcher(view.manifests, locations, node=_NODE, reach=lambda _: None, turn=0)
     sizes: dict[int, dict[Location, int]] = defaultdict(lambda: defaultdict(int))
     totals: dict[int, int] = defaultdict(int)
     sources: dict[int, set[str]] = defaultdict(set)
@@ -167,8 +165,7 @@ def describe_layers(view: View) -> str:
         totals[entry.unit] += entry.size_bytes
         for at in places:
             sizes[entry.unit][at] += entry.size_bytes
-        chosen = fetcher.choose(FileRange(part, name, 0, 1), 0)[1] if places else "nowhere"
-        sources[entry.unit].add(str(chosen))
+        sources[entry.unit].add(str(cheapest(places, _NODE, 0)) if places else "nowhere")
     columns = sorted({at for found in sizes.values() for at in found})
     num_layers = next(iter(view.manifests.values())).num_layers
     rows = [
@@ -241,21 +238,15 @@ def verify(view: View, tiers: Sequence[Tier]) -> list[str]:
     return damage
 
 
-def _damage_of(store: Store, manifest: PartManifest, entry: FileEntry) -> Iterator[str]:
-    step = manifest.block_bytes * _BLOCKS_AT_A_TIME
-    name = f"{manifest.id.folder}/{entry.name}"
-    unit = "metadata" if entry.unit is None else name_of_unit(entry.unit, manifest.num_layers)
-    for start in range(0, entry.size_bytes, step):
-        stop = min(start + step, entry.size_bytes)
-        try:
-            data = store.read(name, start, stop)
-            why = fault_in(data, start, stop, entry, manifest.block_bytes)
-        except Exception as error:
-            # Stores raise their client library's own types.
-            why = str(error)
-        if why:
-            yield f"{store}/{name}: {unit}: {why}"
-            return
+def _damage_of(store: Store, manifest: PartManifest, entry: FileEntry) -> list[str]:
+    try:
+        for _ in StoredFile(store, manifest, entry):
+            pass
+    except Exception as error:
+        # Stores raise their client library's own types.
+        unit = "metadata" if entry.unit is None else name_of_unit(entry.unit, manifest.num_layers)
+        return [f"{store}/{manifest.id.folder}: {unit}: {error}"]
+    return []
 
 
 def _tier_of(location: Location, tiers: Sequence[Tier]) -> Tier:
@@ -268,7 +259,7 @@ def _whole_needs(manifests: Mapping[int, PartManifest]) -> list[SliceNeed]:
     for manifest in manifests.values():
         for item in manifest.slices:
             rows = num_rows(item.shape, item.dim)
-            need = SliceNeed(item.parameter, tuple(item.shape), item.dim, 0, rows)
+            need = SliceNeed(item.parameter, tuple(item.shape), item.dim, ((0, rows),))
             needs.setdefault(item.parameter, need)
     return [needs[name] for name in sorted(needs)]
 
@@ -305,7 +296,8 @@ def export_checkpoint(
     view = look(tiers, step=step)
     # A run that still writes may have deleted this checkpoint by now; then a newer one is read,
     # which has the same parameters.
-    recovered = recover(_whole_needs(view.manifests), tiers, step=step, skip_unreadable=True)
+    recovery = Recovery(tiers, skip_unreadable=True)
+    recovered = recovery.recover(_whole_needs(view.manifests), step=step)
     assert recovered is not None, "what was seen was complete"
     checkpoint = _consolidate(recovered)
     if "pytorch-lightning_version" not in checkpoint:

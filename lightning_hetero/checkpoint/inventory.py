@@ -1,13 +1,13 @@
 """Take the inventory of all tiers (the layer bitmap), and choose the checkpoint (AutoHet §IV-C).
 
-Every rank reports which valid files of which checkpoints its node's tiers hold, rank 0 also those
-of the remote one. Only this module decides which checkpoints are complete. Checksums are compared
-later, when files are read.
+Every rank reports which valid files of which checkpoints its node's tiers have (AutoHet's layer
+bitmap); rank 0 also reports those of the remote tier. Only this module decides which checkpoints
+are complete. Checksums are compared later, when files are read.
 
-From the reports of all ranks, each rank chooses the same run and checkpoint, or raises the same
-error. A run never begins anew if there is, or might be, a lasting checkpoint (on a disk or remote)
-to go on from. One in shared memory alone doesn't count, because it is gone with its node: if a run
-loses it before any lasting place has a checkpoint, the run begins anew.
+From all reports, each rank chooses the same run and checkpoint, or raises the same error. A run
+never begins anew if there is, or might be, a lasting checkpoint (on a disk or in a remote store).
+One that is only in shared memory doesn't count, because it is lost with its node: if a run loses it
+before any lasting place has a checkpoint, the run begins anew.
 """
 
 from collections import defaultdict
@@ -51,8 +51,8 @@ __all__ = [
 
 _READERS = 16
 _UNSEEN_ATTEMPTS = 1000
-"""An unreadable place may know of later starts of the run than others do; surely of fewer than
-this."""
+"""An unreadable place may know of more starts of the run than the others; surely of fewer than this
+many more."""
 
 Manifests = dict[tuple[CheckpointId, int, int], PartManifest]
 """Manifests by checkpoint, its number of parts, and part."""
@@ -60,7 +60,7 @@ Manifests = dict[tuple[CheckpointId, int, int], PartManifest]
 
 @dataclass(frozen=True, slots=True)
 class PartCopy:
-    """One part in one place, with a valid manifest."""
+    """One part in one place, with its valid manifest."""
 
     id: CheckpointId
     part: int
@@ -73,13 +73,13 @@ class PartCopy:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """A report of what tiers hold, without duplicates."""
+    """A report of what tiers have, without duplicates."""
 
     held: tuple[PartCopy, ...] = ()
     present: tuple[tuple[CheckpointId, Location], ...] = ()
-    """Checkpoints of which there are any files, and where."""
+    """Checkpoints of which any files exist, and where."""
     finished: tuple[tuple[CheckpointId, TierKind], ...] = ()
-    """Checkpoints that were once complete, though perhaps damaged since, and the kind of tier."""
+    """Checkpoints that were complete once, even if damaged since, and the kind of tier."""
     places: tuple[tuple[Location, str | None], ...] = ()
     """Places that answered, and the run that each belongs to."""
     broken: tuple[str, ...] = ()
@@ -116,14 +116,14 @@ def take_inventory(
     progress: Progress | None = None,
     timeout_s: float = 300.0,
 ) -> Inventory:
-    """Return what tiers hold. They are read in parallel; what can't be read or hangs is reported.
+    """Return what tiers have. They are read in parallel; those that can't be read are reported.
 
     Args:
         tiers: The node's own tiers and, on one rank, the remote one.
         node: Name of this node.
         manifests: Manifests that are read are added here.
         progress: Notified of each file that is read.
-        timeout_s: How long a place may go without progress.
+        timeout_s: Seconds after which a place without progress counts as unreadable.
     """
     found: Manifests = {} if manifests is None else manifests
 
@@ -203,7 +203,7 @@ def complete_checkpoints(inventory: Inventory) -> dict[CheckpointId, int]:
 def locations_of_files(
     inventory: Inventory, manifests: Mapping[int, PartManifest]
 ) -> dict[tuple[int, str], tuple[Location, ...]]:
-    """Return which tiers hold each (part, file) of one checkpoint."""
+    """Return which tiers have each (part, file) of one checkpoint."""
     locations: dict[tuple[int, str], list[Location]] = {
         (part, entry.name): [] for part, manifest in manifests.items() for entry in manifest.files
     }
@@ -218,7 +218,7 @@ def locations_of_files(
 
 
 class ChoiceError(CheckpointError):
-    """No checkpoint can be used, but it may be wrong to begin anew; all ranks raise it."""
+    """No checkpoint can be used, but to begin anew might be wrong; all ranks raise it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,9 +230,9 @@ class Choice:
     checkpoints: Mapping[CheckpointId, int] = field(default_factory=dict)
     """The run's complete checkpoints, newest first, each with its number of parts."""
     attempt: int
-    """Attempt number for the checkpoints that are saved next, so that their parts count as newer
-    and are never mixed with old ones. It is above all attempts of the run that were found, and far
-    above if some place can't be read."""
+    """Number of the next attempt, larger than all attempts of the run that were found, so that the
+    next checkpoints count as newer and are never mixed with old ones; much larger if some place
+    can't be read."""
 
 
 def choose(
@@ -242,7 +242,7 @@ def choose(
 
     Args:
         inventory: What all ranks found.
-        step: The only step to take, of whatever run; None takes the newest.
+        step: Choose this step only, of any run; None takes the newest.
         skip_unreadable: Whether to go on without places that can't be read.
 
     Raises:
@@ -289,7 +289,7 @@ def _refuse_unreadable(reasons: Iterable[str]) -> None:
 
 
 def choose_run(inventory: Inventory) -> str | None:
-    """Return the run of the most lasting place that belongs to one; None if no place does."""
+    """Return the run of the most lasting place that belongs to a run; None if none does."""
     runs: dict[TierKind, set[str]] = {}
     for kind in TierKind:
         marked = {run for at, run in inventory.places if at.kind is kind and run is not None}
@@ -307,8 +307,8 @@ def choose_run(inventory: Inventory) -> str | None:
         )
     if runs[TierKind.DISK]:
         return max(runs[TierKind.DISK])
-    # A run that only shared memory knows doesn't count: a user who wants to start anew deletes the
-    # lasting places.
+    # A run that only shared memory knows doesn't count: to start anew, users delete the lasting
+    # places.
     return None if answered - {TierKind.MEMORY} else max(runs[TierKind.MEMORY], default=None)
 
 

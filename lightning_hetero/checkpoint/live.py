@@ -1,37 +1,37 @@
-"""Recover a run's state from the ranks that are left after a loss, so that no step is lost.
+"""Recover a run's state from the memory of the remaining ranks after a loss, so no step is lost.
 
-With redundancy each row of a parameter is kept by two ranks. If all ranks that are left have ended
-the same step, and together have all rows, their slices are a complete checkpoint that nobody had to
-save. Example: of ranks 0, 1 and 2, where each keeps its own slice and the previous rank's, rank 1
-is lost: rank 2 still has rank 1's slice.
+With redundancy each row of a parameter is kept by two ranks. If all remaining ranks have ended the
+same step, and together have all rows, their slices are a complete checkpoint that wasn't saved.
+Example: ranks 0, 1 and 2 each keep their own slice and that of the previous rank. If rank 1 is
+lost, rank 2 still has rank 1's slice.
 
-Each rank serves its slices from memory, as one more tier, and all take what they need from there as
-they would from files. Joiners have nothing to serve, and get their slices from the others. A row is
-copied once to each rank that needs it; what a rank has itself doesn't travel.
+Each rank serves its slices from memory, as one more tier, and all read what they need from there as
+they would from files. Joiners have nothing to serve, and get their slices from the others. What a
+rank already has doesn't travel.
 
-If a rank was in the middle of an optimizer's step it has no usable state, and ranks at different
-steps have no common one. Then the newest saved checkpoint is used.
+A rank that was in the middle of an optimizer's step has no usable state, and ranks that have ended
+different steps have no common one. Then the newest saved checkpoint is used.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_hetero.checkpoint.content import CheckpointContent, SliceNeed, tensors_of
+from lightning_hetero.checkpoint.content import CheckpointContent, SliceNeed
 from lightning_hetero.checkpoint.encoding import (
     FileBody,
     encode_part,
     make_manifest,
     metadata_files,
 )
-from lightning_hetero.checkpoint.from_files import Parts, Recovered, take
+from lightning_hetero.checkpoint.fetching import Parts, Recovered, take
 from lightning_hetero.checkpoint.manifest import PartManifest
 from lightning_hetero.checkpoint.serving import PeerFiles, Readable
 from lightning_hetero.checkpoint.statuses import Peers
 from lightning_hetero.checkpoint.tiers import Location, TierKind
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["LiveState", "NothingLive", "NothingYet", "recover_live"]
+__all__ = ["LiveState", "recover_live"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,19 +43,6 @@ class LiveState:
     those of the generation that has ended."""
     generation: int
     """The number of the generation."""
-
-
-@dataclass(frozen=True)
-class NothingLive:
-    """Says that a rank has no state to go on from."""
-
-    why: str
-    """The reason."""
-
-
-@dataclass(frozen=True)
-class NothingYet:
-    """Says that a rank has just joined, or has trained no step yet, and needs others' state."""
 
 
 class _LiveFiles:
@@ -72,16 +59,17 @@ _LIVE = TierKind.LIVE.name
 
 
 def recover_live(
-    needs: Sequence[SliceNeed], own: LiveState | NothingLive | NothingYet, peers: Peers
-) -> Recovered | NothingLive:
+    needs: Sequence[SliceNeed], own: LiveState | str | None, peers: Peers
+) -> Recovered | str:
     """Return the last step's state, if all ranks have the same step and together all rows.
 
     Every rank calls it. Communicates.
 
     Args:
         needs: The slices that this rank keeps from now on.
-        own: What this rank still has.
-        peers: The ranks that are left, and joiners.
+        own: What this rank has in memory, or why it has nothing to go on from; None if it has just
+            joined, or hasn't trained a step yet, and needs others' state.
+        peers: The remaining ranks and joiners.
 
     Returns:
         The state; or why a saved checkpoint must be used, the same on all ranks.
@@ -92,21 +80,20 @@ def recover_live(
     try:
         return _recover(needs, own, peers)
     except CheckpointError as error:
-        return NothingLive(str(error))
+        return str(error)
     finally:
         peers.server.stores.pop(_LIVE, None)
 
 
 def _recover(
-    needs: Sequence[SliceNeed], own: LiveState | NothingLive | NothingYet, peers: Peers
-) -> Recovered | NothingLive:
-    offer = _offer(own, peers)
-    offers = peers.gather(offer)
+    needs: Sequence[SliceNeed], own: LiveState | str | None, peers: Peers
+) -> Recovered | str:
+    offers = peers.gather(_offer(own, peers))
     if why := _why_not(offers):
-        return NothingLive(why)
+        return why
     manifests, addresses, locations = {}, {}, {}
     for rank, item in enumerate(offers):
-        if "new" not in item:
+        if item is not None:
             manifest = PartManifest.decode(item["manifest"].encode())
             manifests[manifest.part] = manifest
             addresses[str(rank)] = item["address"]
@@ -119,36 +106,32 @@ def _recover(
         return PeerFiles(addresses[location.node], _LIVE, peers.timeout_s)
 
     any_part = next(iter(manifests.values()))
-    lost = sorted(set(range(any_part.world_size)) - set(manifests))
     parts = Parts(
-        id=any_part.id,
         manifests=manifests,
         locations=locations,
         own_part=own.content.global_rank if isinstance(own, LiveState) else None,
         node=str(peers.global_rank),
         reach=reach,
-        # A higher number, so that checkpoints saved from now on count as newer than earlier ones.
+        # A higher number, so that the checkpoints that follow count as newer than earlier ones.
         attempt=any_part.id.attempt + 1,
     )
     try:
         taken = take(needs, parts, peers)
     except CheckpointError as error:
         taken = str(error)
-    if isinstance(taken, str):
-        return NothingLive(f"without ranks {lost} of the generation before: {taken}")
-    return taken
+    lost = sorted(set(range(any_part.world_size)) - set(manifests))
+    where = f"without ranks {lost} of the generation before: "
+    return where + taken if isinstance(taken, str) else taken
 
 
-def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str, Any]:
+def _offer(own: LiveState | str | None, peers: Peers) -> dict[str, Any] | None:
     """Serve this rank's state, and return what the other ranks must know about it."""
-    if isinstance(own, NothingYet):
-        return {"new": True}
-    if isinstance(own, NothingLive):
-        return {"why": own.why}
+    if not isinstance(own, LiveState):
+        return None if own is None else {"why": own}
     content = own.content
     try:
         metadata = metadata_files(content, with_shared=True)
-        bodies, slices = encode_part(content, tensors_of(content), metadata, block_bytes=1)
+        bodies, slices = encode_part(content, metadata, block_bytes=1)
         peers.server.stores[_LIVE] = _LiveFiles(bodies)
         manifest = make_manifest(content, bodies, slices, with_checksums=False)
         return {
@@ -158,16 +141,16 @@ def _offer(own: LiveState | NothingLive | NothingYet, peers: Peers) -> dict[str,
             "address": None if peers.world_size == 1 else peers.server.address,
         }
     except Exception as error:
-        # An error in a user's object mustn't end the rank: it can go on from a checkpoint.
+        # An error in a user's object mustn't end this rank: it can go on from a checkpoint.
         return {"why": f"{type(error).__name__}: {error}"}
 
 
-def _why_not(offers: Sequence[Mapping[str, Any]]) -> str:
-    """Return why ranks can't go on from their states; "" if nothing speaks against it so far."""
-    for rank, offer in enumerate(offers):
+def _why_not(offers: Sequence[Mapping[str, Any] | None]) -> str:
+    """Return why ranks can't go on from their states; "" if nothing is known to prevent it."""
+    left = {rank: offer for rank, offer in enumerate(offers) if offer is not None}
+    for rank, offer in left.items():
         if "why" in offer:
             return f"rank {rank} has nothing of the last step: {offer['why']}"
-    left = {rank: offer for rank, offer in enumerate(offers) if "new" not in offer}
     if 0 not in left:
         return "rank 0 has trained no step in this process"
     if len({(o["generation"], o["step"]) for o in left.values()}) > 1:

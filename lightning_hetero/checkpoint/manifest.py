@@ -35,7 +35,6 @@ __all__ = [
     "Scalar",
     "SliceEntry",
     "TensorEntry",
-    "align_to_blocks",
     "fault_in",
     "manifest_name",
     "name_of_unit",
@@ -293,14 +292,6 @@ class BlockChecksums:
     def _close_block(self) -> None:
         self._done.append(self._crc)
         self._crc = self._filled_bytes = 0
-
-
-def align_to_blocks(start: int, stop: int, *, block_bytes: int, size_bytes: int) -> tuple[int, int]:
-    """Return the smallest run of whole blocks that holds bytes [start, stop)."""
-    return (
-        start - start % block_bytes,
-        min(size_bytes, -(-stop // block_bytes) * block_bytes),
-    )
 
 
 def fault_in(data: Buffer, start: int, stop: int, entry: FileEntry, block_bytes: int) -> str:

@@ -1,7 +1,7 @@
-"""Read files of other ranks: each rank serves byte ranges by HTTP, to those that know its token.
+"""Read files of other ranks: each rank serves byte ranges by HTTP to ranks that know its token.
 
-A server is started when it is first needed. What it serves are stores: the node's own tiers, and
-the slices that this rank still holds in memory.
+A server is started when it is first needed. It serves stores: the node's own tiers, and the slices
+that this rank has in memory.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ class FileServer:
 
     @property
     def address(self) -> Address:
-        """Where and how others read; the server is started if it isn't running yet."""
+        """Host, port and token for readers; the server is started if it isn't running yet."""
         with self._lock:
             if self._server is None:
                 self._server = _Server(self._token, self.read)
@@ -77,7 +77,7 @@ class _Server(ThreadingHTTPServer):
         self.token, self.read = token, read
         super().__init__(("", 0), _Handler, bind_and_activate=False)
         self.socket.close()
-        # Requests may come on any of this machine's interfaces.
+        # Requests may arrive on any of this machine's interfaces.
         is_dual = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if is_dual else socket.AF_INET
         self.socket = socket.create_server(
@@ -101,7 +101,7 @@ class _Server(ThreadingHTTPServer):
         self.server_close()
 
     def handle_error(self, *_: Any) -> None:
-        """Log nothing: the reader has closed the connection, and reports why itself."""
+        """Log nothing: the reader has closed the connection, and reports the reason itself."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -138,7 +138,7 @@ class PeerFiles:
     Args:
         address: The other rank's server.
         store: Which of its stores.
-        timeout_s: How long to wait while nothing comes.
+        timeout_s: How long to wait without receiving anything.
     """
 
     def __init__(self, address: Address, store: str, timeout_s: float) -> None:
@@ -147,7 +147,7 @@ class PeerFiles:
         self._timeout_s = timeout_s
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes [start, stop) of a file; OSError if they don't come."""
+        """Return bytes [start, stop) of a file; OSError if they don't arrive."""
         if stop is not None and stop <= start:
             return b""
         last = "" if stop is None else stop - 1
@@ -175,8 +175,8 @@ class PeerFiles:
 class Probe:
     """Finds out whether the process of a server has ended.
 
-    A process that has ended refuses connections. So may a firewall: a refusal counts only on this
-    machine, or if the server has taken a connection before.
+    A process that has ended refuses connections. But a firewall may refuse them, too: a refusal
+    counts only on this machine, or if the server has accepted a connection before.
 
     Args:
         host: Name or address of this machine, as in its own server's address.
@@ -187,7 +187,7 @@ class Probe:
         self._reached: set[tuple[str, int]] = set()
 
     def has_ended(self, address: Address) -> bool:
-        """Return whether a server is known to be gone; tries for a second at most."""
+        """Return whether a server is known to be gone; tries for at most a second."""
         place = address[0], address[1]
         try:
             socket.create_connection(place, timeout=1.0).close()
@@ -200,10 +200,10 @@ class Probe:
 
 
 def own_host(meeting_host: str) -> str:
-    """Return the address by which other ranks reach this machine, which all reach `meeting_host`.
+    """Return the address by which other ranks reach this machine; all reach `meeting_host`.
 
-    That is the address from which packets to that host are sent. On that host itself it would be
-    one that only this machine knows, so there it is the host's name.
+    That is the address from which packets to that host are sent. On that host itself it would be an
+    address that only this machine knows, so there it is the host's name.
     """
     with contextlib.suppress(OSError):
         found = socket.getaddrinfo(meeting_host, 9, type=socket.SOCK_DGRAM)[0]

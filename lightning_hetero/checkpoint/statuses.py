@@ -1,16 +1,17 @@
 """Exchange statuses between ranks that save or recover together, as keys of a store.
 
 A rank that has finished its work sets its key. Rank 0 collects the keys of all ranks and sets one
-key with all of them. So nobody waits in a collective. A rank with slow storage sets its key later,
-and increases a common counter as long as its work makes progress. A wait ends with an error when
+key that contains all. So no rank waits in a collective. A rank with slow storage sets its key
+later, and increases a common counter as long as its work makes progress. A wait ends with an error
+when
 
 - the counter hasn't changed for too long,
-- the run's other failure detection says that a rank is gone, or
+- the run's failure detection reports that a rank is gone, or
 - the process of a rank has ended. A wait for keys doesn't notice this, since no connection breaks.
-  So each rank that waits checks once a second whether the next rank's server takes connections.
+  So each rank that waits checks once a second whether the next rank's server accepts connections.
 
-Keys are used again and again, so the store doesn't grow. Bytes of files don't travel through the
-store but from rank to rank (`serving`).
+Keys are reused, so the store doesn't grow. The bytes of files don't travel through the store but
+directly between ranks (`serving`).
 """
 
 import copy
@@ -39,14 +40,16 @@ _T = TypeVar("_T")
 class Peers:
     """One rank's view of all ranks; all of them make the same calls in the same order.
 
+    ::
+
         peers = Peers(store, global_rank=rank, world_size=4)
         peers.gather({"step": 7})  # what each rank gave, by rank
         peers.do(lambda progress: read_slowly(progress))
 
-    One thread at a time may use it; `branch` makes another one for another thread.
+    Only one thread at a time may use it; `branch` makes another one for another thread.
 
     Args:
-        keys: The store; not needed by a single rank.
+        keys: The run's key-value store; a single rank needs none.
         global_rank: This rank.
         world_size: Number of ranks.
         timeout_s: How long to wait for work that makes no progress.
@@ -77,10 +80,16 @@ class Peers:
         self._branches = itertools.count()
         self._next_rank = Probe(host)
 
-    def branch(self) -> "Peers":
-        """Return an object for another thread; all ranks call it in the same order."""
+    def branch(self, *, timeout_s: float, progress: Progress) -> "Peers":
+        """Return an object for another thread; all ranks call it in the same order.
+
+        Args:
+            timeout_s: How long the other thread waits for work that makes no progress.
+            progress: Ticks with every sign of progress of any rank, while the thread waits.
+        """
         made = copy.copy(self)
-        made.progress, made._round, made._branches = Progress(), 0, itertools.count()
+        made.timeout_s, made.progress = timeout_s, progress
+        made._round, made._branches = 0, itertools.count()
         made._prefix = f"{self._prefix}{next(self._branches)}/"
         return made
 
@@ -90,7 +99,7 @@ class Peers:
             return None
         self.server.stores.update(stores)
         with self._naming() as keys:
-            keys.set(self._name(f"address {self.global_rank}"), json.dumps(self.server.address))
+            keys.set(f"checkpoint/address {self.global_rank}", json.dumps(self.server.address))
         return self.server.address
 
     def close(self) -> None:
@@ -123,33 +132,6 @@ class Peers:
             values: list[Any] = json.loads(keys.get(self._name("all")))
             return values
 
-    def finish(
-        self,
-        work: "Future[_T]",
-        thread: BackgroundThread,
-        describe: Callable[[_T | None], Mapping[str, Any]] = lambda _: {},
-        *,
-        timeout_s: float | None = None,
-    ) -> list[dict[str, Any]]:
-        """Wait until all ranks have done their work; return their statuses, by rank.
-
-        Args:
-            work: This rank's work.
-            thread: The thread that does it.
-            describe: Makes a status of the work's result, which is None if there is none. If the
-                work failed or was given up, the reason is added as "error".
-            timeout_s: How long work may go on without progress.
-        """
-        limit_s = timeout_s or self.timeout_s
-        deadline, seen = Deadline(limit_s, thread.progress), thread.progress.count
-        while not wait([work], timeout=min(0.5, limit_s)).done and not deadline.is_over:
-            if seen != (seen := thread.progress.count):
-                self.progress.tick()
-                if self.world_size > 1:
-                    with self._naming() as keys:
-                        keys.add(self._name("beats"), 1)
-        return self.gather(self._status(work, describe, limit_s), timeout_s=MARGIN * limit_s)
-
     def do(
         self,
         work: Callable[[Progress], _T],
@@ -159,7 +141,14 @@ class Peers:
     ) -> "tuple[Future[_T], list[dict[str, Any]]]":
         """Do some work on a thread of each rank; return this rank's future and all statuses.
 
-        If another rank is lost, the work is no longer waited for; it may still run.
+        If the work has made no progress for too long, or another rank is lost, it is no longer
+        waited for; it may still run.
+
+        Args:
+            work: The work; it ticks the progress that it gets.
+            describe: Makes a rank's status of the work's result. If the work failed or was given
+                up, the status is the reason, as "error".
+            may_fail: Whether failures are left to the caller.
 
         Raises:
             CheckpointError: The work of a rank failed, unless it `may_fail`; all ranks raise it.
@@ -167,29 +156,34 @@ class Peers:
         thread = BackgroundThread("checkpoint-work")
         done = thread.submit(work, thread.progress)
         thread.finish()
+        deadline, seen = Deadline(self.timeout_s, thread.progress), thread.progress.count
         try:
-            answers = self.finish(done, thread, lambda it: {} if it is None else describe(it))
-        except BaseException:
-            thread.progress.give_up()
-            raise
+            while not wait([done], timeout=min(0.5, self.timeout_s)).done and not deadline.is_over:
+                if seen != (seen := thread.progress.count):
+                    self.progress.tick()
+                    if self.world_size > 1:
+                        with self._naming() as keys:
+                            keys.add(self._name("beats"), 1)
+            own = self._status(done, describe)
+            answers = self.gather(own, timeout_s=MARGIN * self.timeout_s)
+        finally:
+            if not done.done():
+                thread.progress.give_up()
         errors = [answer["error"] for answer in answers if "error" in answer]
         if errors and not may_fail:
             raise CheckpointError(" ".join(errors))
         return done, answers
 
     def _status(
-        self,
-        work: "Future[_T]",
-        describe: Callable[[_T | None], Mapping[str, Any]],
-        limit_s: float,
-    ) -> dict[str, Any]:
+        self, work: "Future[_T]", describe: Callable[[_T], Mapping[str, Any]]
+    ) -> Mapping[str, Any]:
         if not work.done():
-            why = f"storage hasn't moved for {limit_s:g} s."
+            why = f"storage hasn't moved for {self.timeout_s:g} s."
         elif (error := work.exception()) is not None:
             why = str(error)
         else:
-            return dict(describe(work.result()))
-        return {**describe(None), "error": f"Rank {self.global_rank}: {why}"}
+            return describe(work.result())
+        return {"error": f"Rank {self.global_rank}: {why}"}
 
     def _await(self, name: str, count: int, limit_s: float) -> None:
         """Wait until a counter has come to `count`."""
@@ -221,7 +215,7 @@ class Peers:
         """Return a rank whose process has ended, if its predecessor has found that out."""
         assert self._keys is not None
         following = (self.global_rank + 1) % self.world_size
-        key = self._name(f"address {following}")
+        key = f"checkpoint/address {following}"
         # Rank 0 is still needed after its own answer: it collects those of all ranks.
         is_awaited = following == 0 or self._value_of(following)[0] < self._round
         if is_awaited and self._keys.check([key]):

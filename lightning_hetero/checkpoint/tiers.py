@@ -1,25 +1,28 @@
-"""The places of one node's checkpoints: copy parts, confirm checkpoints, delete old ones.
+"""The places of one node's checkpoints: write and copy parts, confirm checkpoints, delete old ones.
 
 A checkpoint has one *part* for each rank. A part is *whole* in a place if its manifest is valid and
-every file has the size that the manifest says. A checkpoint is *complete* if the places together
-hold every file of all parts (`inventory`). It is *confirmed* in a tier once all ranks have said
-that they have brought their parts there. Only checkpoints older than confirmed ones are deleted,
+each file has the size that the manifest says. A checkpoint is *complete* if all places together
+have every file of all parts (`inventory`). It is *confirmed* in a tier once all ranks have said
+that such tiers have their parts. Deleted are only checkpoints that are older than confirmed ones,
 and those that this start of the run knows to be useless. A part's manifest is deleted first, so
 that a part that is half deleted doesn't count.
 """
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from lightning_hetero.checkpoint.content import CheckpointContent, refuse_nonfinite
 from lightning_hetero.checkpoint.deadlines import Followed
+from lightning_hetero.checkpoint.encoding import encode_part, make_manifest
 from lightning_hetero.checkpoint.manifest import (
-    BlockChecksums,
     Buffer,
     CheckpointId,
     FileEntry,
     PartManifest,
+    fault_in,
     manifest_name,
     parse_manifest_name,
 )
@@ -33,6 +36,8 @@ __all__ = [
     "REJECTED",
     "Location",
     "Source",
+    "StoredFile",
+    "StoredPart",
     "Tier",
     "TierKind",
     "TornError",
@@ -45,8 +50,10 @@ __all__ = [
     "remove_checkpoints",
     "remove_files",
     "source_of",
-    "write_manifest",
+    "write_part",
 ]
+
+_log = logging.getLogger(__name__)
 
 CONFIRMED = "confirmed"
 """Name of the file that marks a checkpoint as saved by all ranks."""
@@ -87,9 +94,11 @@ class Location:
 class Tier:
     """One place to keep checkpoints.
 
-    disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
-    bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
-    recovered = recover(needs, [disk, bucket], node="node-3", peers=peers)
+    ::
+
+        disk = Tier(kind=TierKind.DISK, store=LocalStore("/mnt/scratch/run"))
+        bucket = Tier(kind=TierKind.REMOTE, store=open_store("s3://bucket/run"), keep=5)
+        recovered = Recovery([disk, bucket], node="node-3", peers=peers).recover(needs)
     """
 
     kind: TierKind
@@ -97,9 +106,9 @@ class Tier:
     store: Store
     """Where its files are."""
     keep: int = 2
-    """Complete checkpoints to keep, 1 or more; older ones are deleted."""
+    """Number of complete checkpoints to keep, 1 or more; older ones are deleted."""
     name: str = ""
-    """Tells several remote tiers apart; a node's own tiers go by the node's name."""
+    """Name that distinguishes several remote tiers; a node's own tiers have the node's name."""
 
     def __post_init__(self) -> None:
         if self.keep < 1:
@@ -108,11 +117,11 @@ class Tier:
             )
 
     def location(self, node: str) -> Location:
-        """Return the location by which all ranks know this tier of a node."""
+        """Return the location by which all ranks refer to this tier of a node."""
         return Location(self.name if self.kind is TierKind.REMOTE else node, self.kind)
 
     def is_looked_after_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
-        """Return whether a rank lists, marks and prunes the tier for all that share it."""
+        """Return whether a rank lists, marks and prunes the tier for all ranks that share it."""
         return global_rank == 0 if self.kind is TierKind.REMOTE else is_first_of_node
 
     def __str__(self) -> str:
@@ -120,7 +129,7 @@ class Tier:
 
 
 class Source(IntEnum):
-    """Where a byte range comes from, cheapest first."""
+    """The kinds of places that a byte range can be read from, cheapest first."""
 
     OWN_MEMORY = 0
     OWN_DISK = 1
@@ -130,7 +139,7 @@ class Source(IntEnum):
 
 
 def source_of(location: Location, node: str) -> Source:
-    """Return which kind of source a location is for a node."""
+    """Return what kind of source a location is for a node."""
     if location.kind is TierKind.REMOTE:
         return Source.REMOTE
     first = Source.OWN_MEMORY if location.node == node else Source.PEER_MEMORY
@@ -149,7 +158,7 @@ def checkpoints_in(files: Iterable[str]) -> list[CheckpointId]:
 
 
 class TornError(CheckpointError):
-    """A manifest's content is wrong. Not raised if the store just doesn't answer."""
+    """A manifest's content is wrong. Not raised if the store merely doesn't answer."""
 
 
 def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartManifest:
@@ -174,40 +183,106 @@ def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartM
     return manifest
 
 
-def write_manifest(store: Store, manifest: PartManifest) -> None:
-    """Write a part's manifest, after all of its files: only then the part exists."""
+@dataclass(frozen=True)
+class StoredPart:
+    """One rank's part after `write_part`."""
+
+    manifest: PartManifest
+    stores: Mapping[TierKind, Store]
+    """The stores that have the part, by kind of tier, fastest first; the remote one only if no own
+    tier has it."""
+    errors: Sequence[str]
+    """For each tier that doesn't have the part, the reason."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each of its files, by name in a store."""
+        folder = self.manifest.id.folder
+        return {f"{folder}/{entry.name}": entry.size_bytes for entry in self.manifest.files}
+
+
+def write_part(
+    content: CheckpointContent,
+    metadata: Mapping[str, bytes],
+    own: Sequence[Tier],
+    remote: Tier | None,
+    progress: Progress,
+) -> StoredPart:
+    """Write a part to all own tiers that accept it; if none does, to the remote tier.
+
+    The manifest is written last: until then the part doesn't count. If a tier fails, what it
+    already has of the part is deleted, so that a full disk isn't filled with useless files.
+
+    Args:
+        content: The state, in host memory.
+        metadata: See `encode_part`.
+        own: The node's own tiers, fastest first.
+        remote: The remote tier, None if there is none.
+        progress: Notified of each chunk.
+
+    Raises:
+        CheckpointError: The state isn't finite or can't be encoded.
+    """
+    refuse_nonfinite(content.slices, f"at {content.id}, which is therefore not saved")
+    bodies, slices = encode_part(content, metadata)
+    folder, errors = content.id.folder, []
+    stores: dict[TierKind, Store] = {}
+    for tier in (*own, remote):
+        if tier is None or (stores and tier is remote):
+            continue
+        try:
+            for body in bodies:
+                tier.store.write(f"{folder}/{body.name}", Followed(body, progress))
+            _write_manifest(tier.store, make_manifest(content, bodies, slices))
+            stores[tier.kind] = tier.store
+        except Exception as error:
+            # Stores raise many kinds of errors, and the next tier may still accept the part.
+            text = f"Rank {content.global_rank} couldn't write {content.id} to {tier}: {error}."
+            _log.warning("%s", text)
+            errors.append(text)
+            # After a tier that has hung, the next one gets the full time again.
+            progress.tick()
+            names = [f"{folder}/{body.name}" for body in bodies]
+            with contextlib.suppress(Exception):
+                remove_files(tier.store, [manifest_name(content.id, content.global_rank), *names])
+    return StoredPart(make_manifest(content, bodies, slices), stores, errors)
+
+
+def _write_manifest(store: Store, manifest: PartManifest) -> None:
     store.write(manifest_name(manifest.id, manifest.part), [manifest.encode()])
 
 
 def copy_part(source: Readable, target: Store, manifest: PartManifest, progress: Progress) -> None:
     """Copy a part between stores; CheckpointError if the source is corrupt."""
     for entry in manifest.files:
-        chunks = Followed(_StoredFile(source, manifest, entry), progress)
+        chunks = Followed(StoredFile(source, manifest, entry), progress)
         target.write(f"{manifest.id.folder}/{entry.name}", chunks)
     progress.refuse_if_late()
-    write_manifest(target, manifest)
+    _write_manifest(target, manifest)
 
 
 @dataclass(frozen=True)
-class _StoredFile:
-    """The chunks of a stored file; after the last one, checksums are compared."""
+class StoredFile:
+    """The chunks of a file of a stored part, each of whole blocks; may be iterated several times.
+
+    Raises:
+        CheckpointError: A checksum is wrong; the message names the block.
+    """
 
     store: Readable
     manifest: PartManifest
     entry: FileEntry
 
     def __iter__(self) -> Iterator[Buffer]:
-        size, checksums = self.entry.size_bytes, BlockChecksums(self.manifest.block_bytes)
-        for start in range(0, size, _CHUNK_BYTES):
+        size, block = self.entry.size_bytes, self.manifest.block_bytes
+        step = max(1, _CHUNK_BYTES // block) * block
+        for start in range(0, size, step):
+            stop = min(start + step, size)
             name = f"{self.manifest.id.folder}/{self.entry.name}"
-            chunk = self.store.read(name, start, min(start + _CHUNK_BYTES, size))
-            checksums.update(chunk)
+            chunk = self.store.read(name, start, stop)
+            if why := fault_in(chunk, start, stop, self.entry, block):
+                raise CheckpointError(f"{self.entry.name} of {self.manifest.id} is corrupt: {why}.")
             yield chunk
-        if checksums.finish() != self.entry.checksums:
-            raise CheckpointError(
-                f"{self.entry.name} of {self.manifest.id} is corrupt at its source; it wasn't "
-                "copied."
-            )
 
 
 def pull_part(
@@ -245,7 +320,7 @@ def confirm(tier: Tier, checkpoint: CheckpointId, busy: Collection[CheckpointId]
     """Mark a checkpoint as saved by all ranks in a tier, and delete old ones there.
 
     The newest `keep` confirmed checkpoints of the run stay, and so do `busy` ones, which are being
-    read at present.
+    uploaded.
     """
     tier.store.write(f"{checkpoint.folder}/{CONFIRMED}", [b"all ranks have saved it\n"])
     files = tier.store.list()

@@ -2,19 +2,19 @@
 
 `save` copies the rank's state to host memory (`snapshot`) and returns. After that, in order:
 
-1. A thread writes the part into the node's own tiers: files first, manifest last (`storing`).
-2. All ranks tell each other which tiers have taken their parts (`commit`). They wait for ranks with
-   slow storage, and send copies to other nodes.
-3. If one kind of tier, such as the disks, has the parts of all ranks and their copies, it is
-   *sound*: the checkpoint is marked as confirmed there, and old ones are deleted. If it failed on
-   any rank, nothing is deleted.
-4. The host memory is free for the next snapshot.
-5. Another thread uploads the part to the remote tier, so a slow remote delays no later checkpoint
-   (`storing`).
+1. A thread writes this rank's part to the tiers of its node: data files first, the manifest last
+   (`tiers`). Then the host memory is free for the next snapshot.
+2. The ranks tell each other which tiers have their parts (`commit`). They wait for ranks with slow
+   storage, and copy parts to other nodes.
+3. Another thread uploads the part to the remote tier, so that slow uploads don't delay later
+   checkpoints.
+4. A kind of tier, such as the disks, is *sound* if it has the parts of all ranks and their copies:
+   the checkpoint is then marked as confirmed there, and old checkpoints are deleted. If a tier of
+   that kind failed on any rank, nothing is deleted.
 
 This takes memory for one copy of the rank's slices and a few chunks, however slow the tiers are. A
-failure is logged, and the next checkpoint tries again. Only if no lasting tier (disk or remote) has
-taken any checkpoint for longer than `lasting_within_s`, all ranks raise an error.
+failure is logged, and the next checkpoint is the next attempt. Only if no lasting tier (disk or
+remote) has taken any checkpoint for longer than `lasting_within_s`, all ranks raise an error.
 """
 
 import logging
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCheckpoint:
-    """A checkpoint that is being written; if writing fails, every wait raises the reason."""
+    """A checkpoint that is being written; if that fails, each of its waits raises the reason."""
 
     id: CheckpointId
     snapshot: Snapshot | None
@@ -55,7 +55,7 @@ class SavedCheckpoint:
     _remote: "Future[bool]"
 
     def wait_for_snapshot(self) -> None:
-        """Wait until the tensors may change; must be called before the next optimizer step."""
+        """Wait until the tensors may change; to be called before the next optimizer step."""
         if self.snapshot is not None:
             self.snapshot.wait()
 
@@ -63,14 +63,14 @@ class SavedCheckpoint:
         """Wait until the parts of all ranks, and their copies, are in the nodes' own tiers.
 
         Raises:
-            CheckpointError: Some part can't be brought there.
+            CheckpointError: Some part or copy couldn't be written.
         """
         self._local.result(timeout_s)
 
     def wait_until_uploaded(self, timeout_s: float | None = None) -> bool:
-        """Wait until this rank's part is in the remote tier; return False if it was skipped.
+        """Wait until all ranks' parts are in the remote tier; return False if it was skipped.
 
-        While another upload runs, a part waits for the next save or for `upload_newest`.
+        While another upload runs, the part waits for the next save or for `upload_newest`.
         """
         return bool(self._remote.result(timeout_s))
 
@@ -78,14 +78,16 @@ class SavedCheckpoint:
 class CheckpointWriter:
     """Saves one rank's parts into tiers; all ranks make the same calls in the same order.
 
+    ::
+
         writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore("run"))])
         writer.save(content).wait_for_snapshot()  # now the tensors may change
         writer.close()
 
     Args:
-        tiers: This node's own tiers, fastest first, and at most one remote one.
+        tiers: The tiers of this node, fastest first, and at most one remote tier.
         node_of_rank: Name of each rank's node.
-        peers: All ranks; the writer's thread uses a `branch` of them.
+        peers: All ranks; the writer's threads use branches of them.
         options: How to write.
     """
 
@@ -111,9 +113,7 @@ class CheckpointWriter:
         self._stall_s = options.stall_s
         self._memory = HostBuffer(options.stall_s)
         self._thread = BackgroundThread("checkpoint-commit")
-        self._committer = Committer(
-            tiers, tuple(node_of_rank), (peers or Peers()).branch(), options
-        )
+        self._committer = Committer(tiers, tuple(node_of_rank), peers or Peers(), options)
         self._last: Future[None] | None = None
 
     def save(self, content: CheckpointContent, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
@@ -126,13 +126,13 @@ class CheckpointWriter:
             leaving: Nodes that are about to be lost; their parts are copied to nodes that stay.
 
         Raises:
-            CheckpointError: No lasting tier has taken a checkpoint for too long, or the metadata
-                can't be kept.
+            CheckpointError: No lasting tier has accepted a checkpoint for too long, or the metadata
+                can't be saved.
         """
         start_s = time.perf_counter()
         metadata = metadata_files(content)
         snapshot = self._take(content)
-        task = SaveTask(content, snapshot, metadata, frozenset(leaving))
+        task = SaveTask(content.id, snapshot, metadata, frozenset(leaving))
         self._last = self._thread.submit(self._committer.write, task)
         return SavedCheckpoint(
             id=content.id,
@@ -144,15 +144,15 @@ class CheckpointWriter:
 
     @property
     def complete_steps(self) -> dict[str, int]:
-        """For each tier, by name, the step of the newest checkpoint of which it has all parts."""
+        """For each tier, by name, the step of its newest checkpoint with the parts of all ranks."""
         return self._committer.complete_steps
 
     def _take(self, content: CheckpointContent) -> Snapshot | None:
-        """Copy the state once the last checkpoint is written; None if that one hangs."""
+        """Copy the state once the previous checkpoint is written; None if its writing hangs."""
         try:
             if self._last is not None:
                 self._wait_for(self._last)
-            # Ranks have agreed on this error, so all raise it at the same save.
+            # The ranks have agreed on this error, so all raise it at the same save.
             if self._committer.overdue is not None:
                 raise self._committer.overdue
             return self._memory.take(content)
@@ -165,31 +165,30 @@ class CheckpointWriter:
         Deadline(MARGIN**2 * self._stall_s, self._committer.progress).wait_for(future)
 
     def upload_newest(self) -> None:
-        """Upload the newest checkpoint, even if it must wait for an older one's upload.
+        """Upload the newest checkpoint, once an older one's upload has ended.
 
-        All ranks call it, if no other save follows soon; the upload goes on after it returns.
+        All ranks call it if no other save follows soon; the upload may end after it returns.
         """
-        self._thread.submit(self._committer.uploads.start_deferred)
+        self._thread.submit(self._committer.upload_deferred)
 
     def leave(self) -> None:
-        """End the threads once they have finished their work; doesn't wait."""
+        """Stop the threads after the work that they have been given; doesn't wait for them."""
         self._thread.submit(self._committer.end)
         self._thread.finish()
         self._memory.close()
 
     def close(self) -> None:
-        """Finish everything that was started, and check that the newest checkpoint is safe.
+        """Finish all that was started, and check that a lasting tier has the newest checkpoint.
 
         Raises:
-            CheckpointError: No lasting tier has it from all ranks; raised on all ranks.
+            CheckpointError: No lasting tier has it from all ranks; all ranks raise it.
         """
-        end, is_safe = self._thread.submit(self._committer.finish), False
+        end, is_safe, why = self._thread.submit(self._committer.finish), False, ""
         try:
             self._wait_for(end)
             is_safe = end.result()
         except (TimeoutError, PeerError) as error:
-            self._committer.lasting.note(f"The end wasn't awaited: {error}")
+            why = f"The end wasn't awaited: {error}"
         self.leave()
-        newest = self._committer.lasting.begun
-        if newest is not None and not is_safe:
-            raise self._committer.lasting.error(newest)
+        if not is_safe:
+            raise self._committer.error(why)

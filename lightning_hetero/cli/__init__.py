@@ -23,11 +23,11 @@ __all__ = ["main"]
 _COMMANDS = {
     "plan": "plan pipelines, layers and micro-batches for a cluster",
     "simulate": "predict the iteration time of a plan and draw its timeline",
-    "compare": "say in which seconds and bytes two plans differ",
+    "compare": "compare the predicted times and memory of two plans",
     "profile": "measure layer times and memory on this machine",
     "checkpoint": "list, inspect, verify, export, reject and prune checkpoints",
     "report": "write an HTML page about a run",
-    "stragglers": "find in a log or trace what slowed a run or any other job",
+    "stragglers": "find out from a log or trace what slowed a run or any other job",
 }
 _EXIT_BAD_INPUT = 2
 
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="lightning-hetero",
-        description="Plan and simulate training on unequal GPUs, and inspect what a run left.",
+        description="Plan and simulate training on unequal GPUs, and inspect the files of runs.",
         epilog="The formats of files are described in docs/files.md of the sources.",
     )
     version = installed_version("lightning-hetero")
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lightning-hetero {chosen}: error: {message}", file=sys.stderr)
         return _EXIT_BAD_INPUT
     except BrokenPipeError:
-        # The reader has closed the pipe; the interpreter must not flush into it again at exit.
+        # The reader has closed the pipe: the interpreter must not flush into it again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -73,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
-    """End with an error for a misspelled option; argparse would first ask for required ones."""
+    """Report a misspelled option; argparse itself would first ask for required ones."""
     if parser.format_usage().rstrip().endswith(" ..."):
-        return  # Its options are those of the action that follows.
+        return  # Its options belong to the action that follows.
     known = set(re.findall(r"--[a-z-]+", parser.format_help()))
     for word in words:
         option = word.partition("=")[0]
@@ -84,5 +84,5 @@ def _refuse_unknown_options(parser: argparse.ArgumentParser, words: Sequence[str
 
 
 def _show_warning(message: Warning | str, *_: Any) -> None:
-    """Print a warning as one line, without the place in the code, which doesn't help users."""
+    """Print a warning as one line, without its place in the code, which doesn't help users."""
     print(f"lightning-hetero: warning: {message}", file=sys.stderr)

@@ -44,7 +44,7 @@ _PICTURES = (".svg", ".png", ".pdf")
 
 
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--model`, which takes what `ModelSpec.load` does, and what trains of it."""
+    """Add `--model`, which takes what `ModelSpec.load` does, and the options of what trains."""
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -109,7 +109,7 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         choices=[str(schedule) for schedule in Schedule],
         default=str(Schedule.ONE_F_ONE_B),
         help="order of forward and backward passes, as in HeteroStrategy(schedule=...): 1f1b "
-        "(default); split: solved, gradients of weights wait for idle time; deep: split, and more "
+        "(default); split: computed, with gradients of weights in idle time; deep: split, and more "
         "micro-batches in flight; auto: deep where that saves 1 %%, else 1f1b",
     )
     parser.add_argument(
@@ -117,8 +117,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser, *, size: str) -> Non
         type=int,
         choices=[0, 1],
         default=0,
-        help="ranks beside its owner that keep a copy of each weight and its optimizer state, as "
-        "in HeteroStrategy(redundancy=...) (default: 0)",
+        help="number of standbys, ranks that store a copy of each weight and its optimizer state "
+        "beside its owner, as in HeteroStrategy(redundancy=...) (default: 0)",
     )
     parser.add_argument(
         "--profile",
@@ -168,7 +168,7 @@ def check_folder_of(path: str | None, option: str) -> None:
 
 
 def cost_of(arguments: argparse.Namespace) -> CostModel:
-    """Read cluster, model and profile; without a profile the roofline of known devices serves."""
+    """Read cluster, model and profile; without a profile use the data sheets of known devices."""
     for name in ("sequence_length", "global_batch_size", "micro_batch_size"):
         value = getattr(arguments, name)
         if value != "auto" and not 1 <= value <= 10**12:
@@ -222,7 +222,7 @@ def predict(
     simulation = scheduled.simulation
     if not math.isfinite(simulation.iteration_time_s):
         raise ConfigurationError(
-            "An iteration would take for ever. Check the rates of devices and links in the cluster "
+            "An iteration would take forever. Check the rates of devices and links in the cluster "
             "file and the times of the profile."
         )
     num_tokens = sum(sum(map(sum, items)) for items in batches)
@@ -230,9 +230,9 @@ def predict(
 
 
 def _microbatch_size(plan: ParallelPlan, arguments: argparse.Namespace) -> int:
-    """Return the samples of a micro-batch: as given, or as the plan's micro-batches fill a batch.
+    """Return the samples of a micro-batch: as given, or the batch divided by the micro-batches.
 
-    1 if the plan leaves a number open or its numbers don't divide the batch.
+    1 if the plan leaves a number of micro-batches open, or the numbers don't divide the batch.
     """
     if arguments.micro_batch_size != "auto":
         return int(arguments.micro_batch_size)
@@ -244,7 +244,7 @@ def _microbatch_size(plan: ParallelPlan, arguments: argparse.Namespace) -> int:
 
 
 def replicated_cost(cost: CostModel) -> CostModel:
-    """Return the costs if every device keeps all states, as in plain data parallelism."""
+    """Return the costs if every device stores all states, as in plain data parallelism."""
     profile = cost.profile if isinstance(cost, ProfileCost) else None
     layout = replace(cost.layout, sharded=False)
     return choose_cost(cost.cluster, cost.model, profile, layout=layout)

@@ -1,7 +1,7 @@
 """`lightning-hetero checkpoint`: list, inspect, verify, export, reject and prune checkpoints.
 
-A PATH is a local folder or any URL that fsspec knows. Give several PATHs to look at the folders of
-all nodes, or at copies, together.
+A PATH is a local folder or any URL that fsspec knows. Give several PATHs to inspect the folders of
+all nodes, or copies, together.
 """
 
 import argparse

@@ -24,9 +24,9 @@ _GIB = 2**30
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""
-    parser.description = "Say in which seconds and bytes two plans differ."
+    parser.description = "Compare the predicted times and memory of two plans."
     parser.add_argument("plans", metavar="PLAN", nargs=2, help="JSON files of two plans")
-    add_workload_arguments(parser, size="what the plans' numbers say")
+    add_workload_arguments(parser, size="derived from the plans and the global batch size")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
@@ -61,7 +61,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
             table.add_row(*row)
         console.print(table)
     else:
-        console.print("Every rank does the same in both.", highlight=False)
+        console.print("Every rank does the same under both plans.", highlight=False)
     console.print(assumptions_line(cost, arguments.precision), highlight=False)
     return 0
 
@@ -92,8 +92,8 @@ def _rows(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, str, str, str
     rows = []
     for key, name, unit, form in (
         ("iteration_time_s", "iteration (s)", 1.0, ".4g"),
-        ("exposed_exchange_s", "of it exposed exchange and step (s)", 1.0, ".4g"),
-        ("optimizer_step_s", "longest optimizer step, hidden or not (s)", 1.0, ".4g"),
+        ("exposed_exchange_s", "of it exposed exchange and optimizer step (s)", 1.0, ".4g"),
+        ("optimizer_step_s", "longest optimizer step, exposed or not (s)", 1.0, ".4g"),
         ("tokens_per_s", "tokens/s", 1.0, ",.0f"),
         ("largest_memory_bytes", "largest memory of a rank (GiB)", _GIB, ",.2f"),
         ("exchanged_bytes", "weights and gradients between pipelines (GiB)", _GIB, ",.2f"),

@@ -13,12 +13,12 @@ from rich.table import Table
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import (
     CostModel,
+    MemoryTerms,
     ProfileCost,
     Simulation,
     devices_line,
     plan_table,
     precision_notes,
-    simulated_facts,
     tuning_notes,
 )
 
@@ -56,13 +56,13 @@ def print_plan(
         cost: The cost model of the simulation.
         simulation: Its simulation.
         counts: Micro-batches of each pipeline.
-        lines: What to print below the table; a line on what all rests on follows.
+        lines: What to print below the table; a line with the assumptions follows.
         precision: The Trainer's precision.
     """
     console = output_console()
-    table = plan_table(plan, simulated_facts(plan, cost, simulation), counts)
+    table = plan_table(plan, simulation.stages, counts)
     found = as_rich(f"{cost.model.name} on {devices_line(cost.cluster)}", table.header)
-    for section in table.sections:  # A line between groups of like pipelines.
+    for section in table.sections:  # A line between groups of equal pipelines.
         for index, row in enumerate(section):
             found.add_row(*row, end_section=index == len(section) - 1)
     console.print(found)
@@ -72,7 +72,7 @@ def print_plan(
 
 
 def as_rich(title: str, header: Sequence[str]) -> Table:
-    """Return an empty table, numbers to the right; text that doesn't fit is wrapped, not cut."""
+    """Return an empty table with numbers to the right; text that doesn't fit is wrapped."""
     table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in header:
         table.add_column(
@@ -119,24 +119,22 @@ def facts_of(
         "tokens_per_s": simulation.tokens_per_s(num_tokens),
         "price_per_billion_tokens": None if per_token is None else per_token * 1e9,
         "limited_by": simulation.bottleneck,
-        "stages": _stage_rows(plan, cost, simulation),
+        "stages": _stage_rows(plan, simulation),
         "plan": plan.to_dict(),
     }
 
 
-def _stage_rows(
-    plan: ParallelPlan, cost: CostModel, simulation: Simulation
-) -> list[dict[str, Any]]:
+def _stage_rows(plan: ParallelPlan, simulation: Simulation) -> list[dict[str, Any]]:
     """Return one row of plain values for each stage."""
     rows = []
     for pipeline, index, stage in plan.iter_stages():
-        device = cost.shape_of(stage).device
-        memory = simulation.stage_memory[pipeline][index]
+        known = simulation.stages[pipeline][index]
+        memory = known.memory or MemoryTerms()
         rows.append(
             {
                 "pipeline": pipeline,
                 "stage": index,
-                "device": device,
+                "device": known.device,
                 "ranks": list(stage.ranks),
                 "tp_degree": stage.tp_degree,
                 "first_layer": stage.layers.start,
@@ -144,12 +142,12 @@ def _stage_rows(
                 "num_microbatches": plan.pipelines[pipeline].num_microbatches,
                 "microbatch_size": plan.pipelines[pipeline].microbatch_size,
                 **stage.recomputation,
-                "recompute_s": simulation.stage_recompute_s[pipeline][index],
+                "recompute_s": known.recompute_s,
                 "memory_bytes": round(memory.total),
                 **{f"{term}_bytes": round(value) for term, value in memory._asdict().items()},
                 "host_bytes": round(max(simulation.host_bytes[rank] for rank in stage.ranks)),
-                "usable_bytes": round(cost.usable_bytes(device)),
-                "busy": simulation.stage_busy[pipeline][index],
+                "usable_bytes": round(known.usable_bytes or 0.0),
+                "busy": known.busy,
             }
         )
     return rows

@@ -1,7 +1,7 @@
 """Measure this machine: `lightning-hetero profile --model llama-7b --output profile.json`.
 
-On several ranks it also measures messages, for each kind of link between the first two ranks that
-have one, one pair at a time. A small and a large message go there and back; the difference of their
+On several ranks it also measures messages. For each kind of link it takes the first two ranks that
+have one, one pair at a time. A small and a large message go back and forth: the difference of their
 times gives the bandwidth, the rest is latency.
 """
 
@@ -49,7 +49,7 @@ def measure_links(
     """Measure messages; collective over all ranks of the default process group.
 
     Args:
-        device: Where this rank's messages lie.
+        device: Where this rank's messages are stored.
         node: Name of this rank's node, if it emulates one.
         num_bytes: Sizes of the small and the large message.
         repeats: Messages per size and pair; the quickest counts.
@@ -66,7 +66,7 @@ def measure_links(
     def times(pair: Pair | None) -> LinkTimes | None:
         if pair is None:
             return None
-        # Under noise a large message may look as quick as a small one.
+        # Because of noise a large message may seem as quick as a small one.
         longer_s = max(large[pair] - small[pair], 0.01 * large[pair])
         return LinkTimes(
             bytes_per_s=2 * (num_bytes[1] - num_bytes[0]) / longer_s, latency_s=small[pair] / 2
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         text = f"{what} (default: {' '.join(map(str, default))})"
         parser.add_argument(name, metavar=metavar, type=int, nargs="+", default=default, help=text)
     for name, metavar, most, what in (
-        ("--max-block", "LAYERS", 8, "most layers that are timed together"),
+        ("--max-block", "LAYERS", 8, "largest number of layers that are timed together"),
         ("--repeats", "NUMBER", 5, "repeats of each measurement; the median counts"),
     ):
         text = f"{what} (default: {most})"
@@ -180,7 +180,7 @@ def _device(name: str | None) -> torch.device:
 
 
 def _measure_links(device: torch.device) -> tuple[MeasuredLinks, bool]:
-    """Measure messages among torchrun's ranks; return the links, and whether this rank goes on."""
+    """Measure messages among torchrun's ranks; return the links, and if this rank goes on."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return MeasuredLinks(), True
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -13,8 +13,8 @@ __all__ = ["add_arguments", "render", "run_report"]
 
 _MOST_EVENTS, _MOST_PLANS = 1000, 20
 _STATES = {
-    "running": "Still running, or ended less than ten minutes ago without saying so.",
-    "silent": "Nothing was written for more than ten minutes, and no end: the run has died.",
+    "running": "Still running, or ended less than ten minutes ago without recording its end.",
+    "silent": "Nothing was written for more than ten minutes, and no end: the run seems dead.",
     "failed": "Failed; the last event says why.",
     "ended": "Ended as planned.",
     "recorded": "Made from recordings of iteration times.",

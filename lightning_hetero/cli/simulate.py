@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PLAN",
         help="JSON file of the plan, as `lightning-hetero plan --output` writes",
     )
-    add_workload_arguments(parser, size="what the plan's numbers say")
+    add_workload_arguments(parser, size="derived from the plan and the global batch size")
     add_plot_argument(parser, "the timeline")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead")
 

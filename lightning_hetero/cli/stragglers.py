@@ -5,7 +5,7 @@ rank: `straggler.any_job` says which. Prints a table of changes, findings and ac
 draws them.
 
 `lightning-hetero stragglers explain TRACE [--layout META.yaml] [--json FILE]` reads an operation
-trace instead, and says why it is slow.
+trace instead, and says why the run was slow.
 """
 
 import argparse

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 MAX_KEPT_SENDS = 2
-"""Most unfinished sends to a neighbouring stage in forward-only passes."""
+"""Largest number of unfinished sends to the next stage in forward-only passes."""
 
 
 class ActionKind(StrEnum):
@@ -85,7 +85,7 @@ def schedule_forward(*, stage_index: int, num_microbatches: int) -> tuple[Action
 
 
 def most_held(actions: Iterable[Action]) -> dict[int, int]:
-    """Return for each stage the most micro-batches between F and I (or B) at once."""
+    """Return for each stage the largest number of micro-batches between F and I (or B)."""
     held: dict[int, int] = defaultdict(int)
     most: dict[int, int] = defaultdict(int)
     for action in actions:

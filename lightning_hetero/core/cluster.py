@@ -39,7 +39,7 @@ class Node:
     price_per_hour: float | None = None
     """Price of the whole node for an hour, in any one currency; None if unknown."""
     host_memory_bytes: float | None = None
-    """Host memory that the node's ranks together may use for slices that they own, bytes; None if
+    """Bytes of host memory that the node's ranks together may use for slices that they own; None if
     none."""
     host_memory_bytes_per_s: float = 200e9
     """Bandwidth of that memory, shared by all optimizer steps on the host, bytes/s."""

@@ -1,11 +1,12 @@
 """A table of known accelerators: peak dense FLOP/s by precision, memory, bandwidths.
 
-Figures are the vendors' data sheets' (dense, without sparsity). Peak is the roof of a roofline; the
-cost model decides how much of it kernels reach. Cards before Ampere have no bf16 units (P40 has no
-fp16 units of use either): what is computed in bf16 there runs at the rate of fp32. Prices differ by
-contract and day, so none is built in: give `price_per_hour` in the cluster file.
+Figures are those of the vendors' data sheets (dense, without sparsity). The peak is the roof of a
+roofline model; the cost model decides how much of it kernels reach. Cards before Ampere have no
+bf16 units (and the P40 no useful fp16 units): what is computed in bf16 there runs at the rate of
+fp32. Prices differ by contract and day, so none is built in: give `price_per_hour` in the cluster
+file.
 
-Short names and those of drivers are understood: `H100`, `a100`, `NVIDIA A100-SXM4-40GB`.
+Short names and those that drivers report are understood: `H100`, `a100`, `NVIDIA A100-SXM4-40GB`.
 """
 
 import functools
@@ -21,7 +22,7 @@ __all__ = ["KNOWN_DEVICES", "Arithmetic", "DeviceSpec", "canonical_name", "find_
 
 _GIB = 2**30
 _MEASURES = "_per_s", "_bytes"
-"""How fields end that must be above 0."""
+"""Endings of fields whose values must be above 0."""
 
 
 class Arithmetic(StrEnum):
@@ -130,7 +131,7 @@ KNOWN_DEVICES: dict[str, DeviceSpec] = {
         _device("L4", 121, 24, 300, 32, _PCIE_4),
         _device("L40S", 362, 48, 864, 32, _PCIE_4),
         _old(_device("T4", 65, 16, 320, 16, _PCIE_3), 8.1),
-        # GeForce: the rate with sums in fp32, at which training runs.
+        # GeForce: the rate with fp32 accumulation, at which training runs.
         _old(_device("RTX-2080", 40.3, 8, 448, 16, _PCIE_3), 10.1),
         _device("RTX-3060-12GB", 25.5, 12, 360, 28, _PCIE_4),
         _device("RTX-3080", 59.5, 10, 760, 28, _PCIE_4),
@@ -157,15 +158,14 @@ _DECORATION = frozenset(
 )
 _MEMORY = re.compile(r"\d+gb")
 _FORM = re.compile(r"sxm\d?|pcie|hbm\d?e?|generation")
-"""Words that drivers and shops put beside a name and that change nothing."""
+"""Words in the names that drivers and shops use, which don't matter."""
 
 
 @functools.cache
 def canonical_name(name: str) -> str | None:
     """Return the known device that a name means, in the table's spelling; None if unknown.
 
-    Case, separators, the vendor and the form factor may be left out or written; memory may be left
-    out.
+    Case, separators, vendor and form factor don't matter; memory may be left out.
     """
     in_order = re.findall(r"[a-z0-9]+", name.lower())
     words, joined = set(in_order), "".join(in_order)
@@ -188,7 +188,8 @@ def find_device(name: str, custom: tuple[DeviceSpec, ...] = ()) -> DeviceSpec:
     """Return the device of that name, custom ones first.
 
     Raises:
-        ClusterError: No device has that name; the message has the nearest name and all known ones.
+        ClusterError: No device has that name; the message lists the nearest name and all known
+            ones.
     """
     for device in custom:
         if device.name == name:

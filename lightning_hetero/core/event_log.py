@@ -1,8 +1,8 @@
 """The log of a run: one JSON object per line, appended by processes that may die while writing.
 
 A line is `{"event": "recovered", "at_s": 1732180000.25, "step": 40, ...}`; `at_s` is in seconds
-since the epoch. If a crash has torn a line, the next append ends it, and readers leave it out, with
-a warning.
+since 1970. If a crash has left an incomplete line, the next append ends it, and readers skip it
+with a warning.
 """
 
 import json
@@ -20,12 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 def append_event(path: Path, event: str, **fields: Any) -> None:
-    """Append an event at once, as a line of its own, even after a torn line.
+    """Append an event at once, as a line of its own, even after an incomplete line.
 
     If the disk is full, the line is lost, with a warning; the run goes on.
 
     Args:
-        path: The file; it and its folder are made if they are missing.
+        path: The file; it and its folder are created if they don't exist.
         event: Name of the event.
         fields: The event's other keys; tensors become numbers, infinities and NaN strings.
     """
@@ -46,11 +46,11 @@ def append_event(path: Path, event: str, **fields: Any) -> None:
 
 
 def read_entries(path: str | Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and content of each whole line; torn ones are left out.
+    """Yield the number and content of each complete line; incomplete ones are skipped.
 
     Raises:
         OSError: The file can't be read.
-        UnicodeDecodeError: It is no text.
+        UnicodeDecodeError: It isn't text.
     """
     lines = Path(path).read_text(encoding="utf-8").split("\n")
     for number, line in enumerate(lines, start=1):

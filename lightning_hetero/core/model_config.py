@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of its model: sizes, how weights are stored, what trains.
+"""Read from a Hugging Face folder what it says about its model: sizes, stored format, what trains.
 
 LoRA (Hu et al. 2021) adds adapters to frozen matrices; QLoRA (Dettmers et al. 2023) stores these in
 4 bits, with scales for blocks of 64 values. Embedding, head and norms aren't quantized.
@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 DEFAULT_RANK = 16
-"""Rank of the adapters that a quantized model is planned with if none is named."""
+"""Rank of the adapters that are assumed for a quantized model if no rank is given."""
 
 QUANTIZATIONS: Mapping[str, float] = {
     "nf4": 4 + 32 / 64,
@@ -35,9 +35,9 @@ QUANTIZATIONS: Mapping[str, float] = {
     "int4": 4 + 32 / 128,
     "int8": 8.0,
 }
-"""Bits per weight with the scales of its block: bitsandbytes' 4-bit formats with fp32 scales, or
-with scales that are quantized themselves; torchao's int4 in groups of 128; int8 with a scale for
-each row, which is nothing beside it."""
+"""Bits per weight, including the scales of its block: bitsandbytes' 4-bit formats with fp32 scales,
+or with scales that are quantized themselves; torchao's int4 in groups of 128; int8 with a scale for
+each row, which is negligible."""
 
 
 @readable
@@ -51,15 +51,15 @@ class FineTuning:
     layer_params: int = 0
     """Parameters of one layer that train."""
     added_params: int = 0
-    """How many of these are adapters': beside the layer's own, and computed in addition."""
+    """How many of these belong to adapters: they come on top of the layer's own parameters."""
     embedding_params: int = 0
     """Parameters before the first layer that train."""
     head_params: int = 0
     """Parameters after the last layer that train."""
     stored_bits: float | None = None
-    """Bits per frozen weight of a layer's matrices; None if they are as wide as computations."""
+    """Bits per frozen weight of a layer's matrices; None if they have the dtype of computations."""
     method: str = "frozen weights"
-    """What it is called in summaries."""
+    """Its name in summaries."""
 
     def __post_init__(self) -> None:
         sizes = self.added_params, self.embedding_params, self.head_params
@@ -73,7 +73,7 @@ class FineTuning:
 
 
 def read_quantization(config: Mapping[str, Any], name: str) -> FineTuning | None:
-    """Return how a Hugging Face config says that weights are stored; None if it says nothing.
+    """Return how a Hugging Face config says weights are stored; None if it doesn't say.
 
     Raises:
         ModelError: The method isn't known.
@@ -117,7 +117,7 @@ _INNER_SIZES = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
 
 
 def sizes_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return the fields of `ModelSpec` that a config says.
+    """Return the fields of `ModelSpec` that a config gives.
 
     Raises:
         ModelError: A size is missing, or weights are stored in an unknown way.
@@ -157,12 +157,12 @@ def _first(config: Mapping[str, Any], *keys: str, name: str) -> int:
 
 
 def cached_config(name: str) -> Path | None:
-    """Return the `config.json` of a Hugging Face model of that name; None if it isn't cached."""
+    """Return the `config.json` of the Hugging Face model of that name, or None if not cached."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
         found = try_to_load_from_cache(name, "config.json")
-    except (ImportError, ValueError):  # Without the library, or no name of a model.
+    except (ImportError, ValueError):  # The library is missing, or it isn't a model's name.
         return None
     return Path(found) if isinstance(found, str) else None
 
@@ -176,7 +176,7 @@ _UNCOUNTED = ("use_dora", "rank_pattern", "layers_to_transform", "exclude_module
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """LoRA of one rank, as asked for or as the folder of a PEFT adapter says."""
+    """LoRA of one rank, as asked for or as in the folder of a PEFT adapter."""
 
     rank: int
     """Rank of the adapters, 1 or more."""
@@ -195,10 +195,10 @@ class Adapter:
 
     @classmethod
     def read(cls, folder: Path) -> Self | None:
-        """Return the adapter of a folder; None if the folder has a model or no adapter.
+        """Return a folder's adapter; None if the folder has a model, or no adapter.
 
         Raises:
-            ModelError: It isn't LoRA whose size is known, or its base is missing.
+            ModelError: It isn't a LoRA of known size, or its base is missing.
         """
         if not _is_adapter(folder):
             return None
@@ -246,7 +246,7 @@ class Adapter:
         )
 
     def _chosen(self, matrices: tuple[tuple[int, int], ...]) -> tuple[tuple[int, int], ...]:
-        """Return those of a layer's matrices that have adapters; ModelError on unknown names."""
+        """Return the matrices of a layer that have adapters; ModelError for unknown names."""
         if self.targets is None:
             return matrices
         names = _ATTENTION + _MLP[-(len(matrices) - len(_ATTENTION)) :]

@@ -99,10 +99,10 @@ class ModelSpec:
         return self.query_size // self.num_heads * self.num_kv_heads
 
     def key_size_in_group(self, tp_degree: int) -> int:
-        """Return the width of the key heads of all ranks of a tensor-parallel group.
+        """Return the width of the key heads on all ranks of a tensor-parallel group together.
 
-        As if all ranks held as many as the fullest one; it exceeds `key_size` where the degree
-        doesn't divide the key heads, so that ranks share some.
+        All ranks count as if they had as many as the rank with the most. This is more than
+        `key_size` if the degree doesn't divide the key heads, so that ranks share some.
         """
         if self.num_kv_heads % tp_degree == 0 or self.num_heads % tp_degree:
             return self.key_size
@@ -112,7 +112,7 @@ class ModelSpec:
         return self.key_size // self.num_kv_heads * most * tp_degree
 
     def copied_params_per_layer(self, tp_degree: int) -> int:
-        """Return the parameters of a layer that a group holds beyond one of each."""
+        """Return the parameters of a layer that a group holds in addition to one copy of each."""
         return 2 * self.hidden_size * (self.key_size_in_group(tp_degree) - self.key_size)
 
     @property
@@ -162,8 +162,8 @@ class ModelSpec:
     def whole_params_per_layer(self) -> int:
         """Parameters of one layer that each rank of a tensor-parallel group holds whole.
 
-        Both norms, and the biases of the two matrices whose products are summed. Of adapters, the
-        one of each two matrices whose base isn't cut on its side: half of them.
+        These are both norms and the biases of the two matrices whose products are summed; and of
+        each pair of LoRA matrices the one whose side of the base isn't cut: half of them.
         """
         if self.tuning is not None:
             return self.added_params_per_layer // 2
@@ -176,7 +176,7 @@ class ModelSpec:
 
     @property
     def head_params(self) -> int:
-        """Parameters after the last layer that train; a tied head counts, too: it is held twice."""
+        """Parameters after the last layer that train; also a tied head, which is held twice."""
         return self._own_head if self.tuning is None else self.tuning.head_params
 
     @property
@@ -211,9 +211,9 @@ class ModelSpec:
         return (self.vocab_size + (2 if self.biases else 1)) * self.hidden_size
 
     def frozen_bytes(self, width: int) -> tuple[float, float, float]:
-        """Return the bytes of what never trains in a layer, before the first and after the last.
+        """Return the bytes of frozen weights in a layer, before the first and after the last.
 
-        `width` is the bytes of a value in computations, in which all but matrices are kept.
+        `width` is the number of bytes of a value in computations, which all but matrices have.
         """
         if self.tuning is None:
             return 0.0, 0.0, 0.0
@@ -226,7 +226,7 @@ class ModelSpec:
         return layer, before, after
 
     def dequantized_params(self) -> tuple[int, int]:
-        """Return the values that a layer's forward unpacks: of all matrices, of the largest."""
+        """Return how many values a layer's forward unpacks: of all matrices, of the largest."""
         if self.tuning is None or self.tuning.stored_bits is None:
             return 0, 0
         return self.frozen_matrix_params_per_layer, max(map(prod, self.matrices))
@@ -273,9 +273,10 @@ class ModelSpec:
         """Return the model with frozen weights and what trains instead.
 
         Args:
-            quantize: A key of `QUANTIZATIONS` in which the layers' matrices are stored; None as the
+            quantize: The format, a key of `QUANTIZATIONS`, of the layers' matrices; None: as the
                 model says.
-            lora_rank: Rank of LoRA adapters on all matrices; None: none, on quantized weights 16.
+            lora_rank: Rank of LoRA adapters on all matrices; None: 16 for quantized weights, else
+                none.
 
         Raises:
             ModelError: The rank is below 1.
@@ -319,8 +320,8 @@ class ModelSpec:
 
         Args:
             name_or_path: A known name; a YAML file of sizes; a Hugging Face folder or its
-                `config.json`; the folder of a PEFT adapter by LoRA, which names its base; the name
-                of a Hugging Face model in the local cache, such as `Qwen/Qwen3-8B`. Nothing is
+                `config.json`; the folder of a PEFT LoRA adapter, which names its base; the name of
+                a Hugging Face model in the local cache, such as `Qwen/Qwen3-8B`. Nothing is
                 downloaded.
 
         Raises:

@@ -1,9 +1,9 @@
 """Find the place of each rank in a plan, its pipeline and stages; check the ranks that own.
 
 A rank usually runs one stage. It runs several, its *chunks*, if a pipeline names its group several
-times: in a loop (Narayanan et al. 2021, "interleaved") or there and back, as a V (Qi et al. 2024).
-Example: a pipeline whose four stages name ranks 0, 1, 1, 0 is a V; rank 0 runs stages 0 and 3. Such
-a group of ranks is called a *worker*.
+times: in a loop (Narayanan et al. 2021, "interleaved") or back and forth, as a V (Qi et al. 2024).
+Example: a pipeline whose four stages name ranks 0, 1, 1, 0 is a V; rank 0 runs stages 0 and 3. A
+group of ranks that runs one or more stages of a pipeline is a *worker*.
 """
 
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def find_places(groups: Sequence[Sequence[tuple[int, ...]]]) -> dict[int, RankPl
                 first = places.setdefault(global_rank, place)
                 if first != place:
                     raise PlanError(
-                        f"Rank {global_rank} stands in pipeline {first.pipeline_index} stage "
+                        f"Rank {global_rank} is in pipeline {first.pipeline_index} stage "
                         f"{first.stage_index} and in pipeline {pipeline_index} stage "
                         f"{stage_index}. Name each rank once, or the same ranks for several "
                         "stages of one pipeline."
@@ -67,13 +67,13 @@ def find_places(groups: Sequence[Sequence[tuple[int, ...]]]) -> dict[int, RankPl
 
 
 def workers_of(groups: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
-    """Return for each stage of a pipeline which group runs it, numbered as they first appear."""
+    """For each stage of a pipeline return the group that runs it, numbered by first appearance."""
     order = list(dict.fromkeys(groups))
     return tuple(map(order.index, groups))
 
 
 def stages_by_worker(workers: Sequence[int]) -> list[list[int]]:
-    """Return the stages that each worker runs, ascending; `workers` is that of each stage."""
+    """Return the stages that each worker runs, ascending; `workers` is the worker of each stage."""
     found: list[list[int]] = [[] for _ in {*workers}]
     for stage, worker in enumerate(workers):
         found[worker].append(stage)
@@ -81,10 +81,10 @@ def stages_by_worker(workers: Sequence[int]) -> list[list[int]]:
 
 
 def usual_held(workers: Sequence[int]) -> tuple[int, ...]:
-    """Return the most micro-batches that each worker holds at once under 1F1B.
+    """Return the largest number of micro-batches that each worker holds at once under 1F1B.
 
-    Without chunks these are as many as the stages from its own to the last; with chunks, as many as
-    there are workers. A micro-batch that is held in all chunks of a worker counts once.
+    Without chunks this is the number of stages from its own to the last; with chunks, the number of
+    workers. A micro-batch that is held in all chunks of a worker counts once.
     """
     count = len({*workers})
     return tuple(range(count, 0, -1)) if count == len(workers) else (count,) * count

@@ -41,8 +41,8 @@ class StagePlan:
     """Number of layers after the `recomputed_layers` that recompute all but matrix products and
     attention; a compiled layer among them recomputes everything."""
     activation_budget_bytes: int | None = None
-    """Most bytes that the activations of all micro-batches in flight may take on each of the
-    stage's ranks. Each micro-batch recomputes only as many layers as that needs; None sets no
+    """Upper limit on the bytes that the activations of all micro-batches in flight take on each of
+    the stage's ranks. Each micro-batch recomputes as few layers as this limit allows; None sets no
     limit."""
 
     def __post_init__(self) -> None:
@@ -114,12 +114,12 @@ class PipelinePlan:
 
     @property
     def usual_num_microbatches(self) -> int:
-        """The default number of micro-batches, which keeps the stages busy."""
+        """Default number of micro-batches: 4 for each group of ranks, or 1 for one stage."""
         return 4 * len(self.groups) if self.num_stages > 1 else 1
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each stage; groups that run several stages once."""
+        """The ranks of each stage, in order; a group that runs several stages appears once."""
         return tuple(dict.fromkeys(stage.ranks for stage in self.stages))
 
     @property

@@ -1,12 +1,12 @@
 """This process and others: its identity, its cached files, its deadlines, and helper processes.
 
-A wait ends once nothing has moved for the seconds that whoever waits allows, in the end the user's
-`timeout`. Where progress can be seen, it counts from the last progress.
+A wait ends once there has been no progress for the seconds that the waiting code allows; these come
+from the user's `timeout`. If progress can't be seen, they count from the beginning.
 
 Helper processes answer questions, so that solving doesn't slow down the trainer: a solving thread
 would hold Python's global lock, which the thread that launches kernels needs. A process doesn't,
-and it may die without harm. It imports neither torch nor Lightning, so it starts quickly and takes
-little memory.
+and if it dies, training goes on. It imports neither torch nor Lightning, so it starts quickly and
+takes little memory.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from {module} import serve
 
 
 def machine_id() -> str:
-    """Return an id of this machine, on Linux another one after every boot."""
+    """Return an id of this machine, which on Linux changes with every boot."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -54,14 +54,14 @@ def machine_id() -> str:
 
 
 def machine_namespace() -> str:
-    """Return an id of the machine, or container on it, in which process ids are unique."""
+    """Return an id of the machine, or container on it, within which process ids are unique."""
     with contextlib.suppress(OSError):
         return f"{machine_id()}/{os.readlink('/proc/self/ns/pid')}"
     return machine_id()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or address of a host stands for the machine that uses it."""
+    """Whether the name or address of a host means the machine that uses it."""
     return host in ("localhost", "::1") or host.startswith("127.")
 
 
@@ -71,13 +71,13 @@ def name_membership(name: str) -> None:
 
 
 def membership_name() -> str | None:
-    """Return the name that `name_membership` set; None if ranks don't survive others' loss."""
+    """Return the name that `name_membership` set; None if ranks don't outlive others."""
     return os.environ.get(_MEMBERSHIP)
 
 
 def allow_files(process_id: int) -> None:
     """Let a process of this user open as many files as the system's hard limit allows."""
-    with contextlib.suppress(AttributeError, OSError, ValueError):  # No Linux; or of another user.
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # Not on Linux, or another user.
         _, hard = resource.prlimit(process_id, resource.RLIMIT_NOFILE)
         resource.prlimit(process_id, resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -101,7 +101,7 @@ def cache_folder() -> Path:
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a file atomically: others, also other writers, see it whole or not at all.
+    """Write a file atomically: readers, and other writers, see it whole or not at all.
 
     Args:
         path: The file; its folder is made if it is missing.
@@ -140,7 +140,7 @@ class Progress:
         self.is_given_up = True
 
     def refuse_if_late(self) -> None:
-        """Raise TimeoutError if nobody waits any more: late work could undo newer work."""
+        """Raise TimeoutError if nobody waits any more, since late work could undo newer work."""
         if self.is_given_up:
             raise TimeoutError("This came too late.")
 
@@ -150,7 +150,7 @@ class Deadline:
 
     Args:
         timeout_s: The seconds.
-        progress: The progress; without it `renew` tells of it.
+        progress: The progress; if it can't be seen, call `renew` for it.
     """
 
     def __init__(self, timeout_s: float, progress: Progress | None = None) -> None:
@@ -165,7 +165,7 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether there has been no progress for too long, as far as earlier calls have seen."""
+        """Whether there was no progress for too long, as far as earlier calls could see."""
         now_s = time.monotonic()
         if self._progress.count != self._seen:
             self._seen, self._since_s = self._progress.count, now_s
@@ -214,7 +214,7 @@ class AnsweringProcess:
         self._process = self._start()
 
     def kill(self) -> None:
-        """Kill the process, from any thread, even while another one waits for an answer."""
+        """Kill the process, from any thread, even if another thread waits for an answer."""
         self._process.kill()
 
     def stop(self) -> None:
@@ -242,9 +242,9 @@ class AnsweringProcess:
 
 
 def answer_questions(answer: Callable[[Any], Any]) -> None:
-    """Answer until standard input ends, as it does when the process that asks dies."""
+    """Answer until standard input ends, which happens when the asking process ends."""
     questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # Printed text goes to standard error, not between the answers.
+    os.dup2(2, 1)  # Printed text goes to standard error, so it can't mix with the answers.
     while True:
         try:
             question = pickle.load(questions)

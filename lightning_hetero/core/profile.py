@@ -102,7 +102,7 @@ class LayerMemory:
     embedding_bytes_per_token: float = 0.0
     """The same, for all modules before the first layer."""
     recomputed_bytes_per_token: float | None = None
-    """The same, for one layer that is recomputed in backward, which keeps its input; None if it
+    """The same, for one layer that is recomputed in backward and keeps only its input; None if it
     wasn't measured."""
     products_bytes_per_token: float | None = None
     """The same, for a layer that keeps only matrix products and attention, without its input; None
@@ -142,12 +142,12 @@ class DeviceProfile:
     step_s_per_param: float | None = None
     """Optimizer seconds per parameter that the rank owns; None if it wasn't measured."""
     includes_tp_traffic: bool = True
-    """Whether the times include the traffic inside TP groups; one rank alone can't measure it."""
+    """Whether the times include the traffic inside TP groups, which a single rank can't measure."""
     inside_node: LinkTimes | None = None
     """Messages between two such devices of one node; None if they weren't measured."""
     spec: DeviceSpec | None = None
-    """The device's memory, bandwidths and peak, for planners, under its name; None if the table of
-    known devices has them."""
+    """The device's memory, bandwidths and peak, under its name; None if the table of known devices
+    has them."""
 
     def __post_init__(self) -> None:
         if not self.times:
@@ -281,7 +281,7 @@ class Profile:
             )
 
     def merge(self, other: Self) -> Self:
-        """Return one profile with the device types of both; of equal ones the other's is taken.
+        """Return one profile with the device types of both; of equal types the other's is used.
 
         Raises:
             ProfileError: They are of different models or versions.
@@ -332,7 +332,7 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimeFit:
-    """T(l) = a·l² + b·l + c of one stage, forward and backward; c is paid once per micro-batch."""
+    """T(l) = a·l² + b·l + c of one stage, forward and backward; c is added once per micro-batch."""
 
     a: float
     """Seconds per squared token of a sequence."""
@@ -350,8 +350,8 @@ class TimeFit:
     def of(cls, samples: Sequence[tuple[Sequence[int], float]], *, needs_b: bool = False) -> Self:
         """Fit measured (lengths, seconds) by least squares of relative errors.
 
-        Coefficients that would be negative are 0, and so are those that the samples can't tell
-        apart: a single length can't show the square. With `needs_b`, b is above 0, even if the
+        Coefficients that would be negative become 0, and so do those that the samples can't
+        distinguish: a single length can't show the square. With `needs_b`, b is above 0 even if the
         samples fit better without it.
         """
         features = np.array(

@@ -1,4 +1,4 @@
-"""Turn plain data of users' files into dataclasses with pydantic: types follow from the hints.
+"""Convert plain data from users' files to dataclasses with pydantic, by their type hints.
 
 Dataclasses that users write in files are marked with `readable`. The result is always a valid
 object or one of our own errors, which names the place in the file, the wrong value and what to
@@ -42,7 +42,7 @@ __all__ = [
 _T = TypeVar("_T")
 _LARGEST = 2**63 - 1
 _SLOWEST_LINK = 1_000.0
-"""Bytes per second below which a bare number is likely meant in another unit."""
+"""Bytes per second below which a number without a unit is probably meant in another unit."""
 _KEYS: set[str] = set()
 """Names of all fields of readable dataclasses, for "did you mean"."""
 _WANTED = {
@@ -61,7 +61,7 @@ _INNER_CAPITAL = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 class Choice(StrEnum):
-    """Base of options that are one of a few words; the error for another word lists these.
+    """Base of options that are one of a few words; the error for other words lists these.
 
     ::
 
@@ -80,7 +80,7 @@ class Choice(StrEnum):
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 def readable(schema: type[_T]) -> type[_T]:
-    """Make a class a frozen dataclass that `build` reads; unknown keys, NaN, infinity are refused.
+    """Make a class a frozen dataclass that `build` reads; refuse unknown keys, NaN and infinity.
 
     ::
 
@@ -155,7 +155,7 @@ def build(schema: type[_T], data: Any, what: str, error: type[HeteroError]) -> _
 
 
 def plain(value: Any) -> Any:
-    """Return what `build` reads, ready for JSON: fields that have their defaults are left out."""
+    """Return data that `build` reads, ready for JSON, without fields that have their defaults."""
     if is_dataclass(value):
         pairs = ((field, getattr(value, field.name)) for field in fields(value) if field.init)
         return {field.name: plain(item) for field, item in pairs if item != field.default}
@@ -211,7 +211,7 @@ def _without_units(value: Any, where: str, name: str = "") -> Any:
 
 
 def _message(problems: list[ErrorDetails], what: str) -> str:
-    """Return what is wrong, for the most telling of pydantic's findings: a key, then a value."""
+    """Return the error message for the most informative of pydantic's findings: first keys."""
     unknown = [found for found in problems if found["type"] == "unexpected_keyword_argument"]
     lacks = [found["loc"][-1] for found in problems if found["type"] == "missing"]
     missing = [key for key in lacks if isinstance(key, str)]
@@ -323,5 +323,5 @@ def parse_quantity(text: str, unit: MeasureUnit | None) -> float:
     factor = None if unit is None else _FACTORS[unit].get(name)
     if factor is None:
         raise ValueError(wanted)
-    # In decimals, so that 20 us is 20e-6 to the last digit.
+    # With decimals, so that 20 us is exactly 20e-6.
     return float(Decimal(number) * Decimal(repr(factor)))

@@ -1,9 +1,9 @@
 """Decide how many layers of a stage each micro-batch computes again in backward.
 
-A layer that is recomputed keeps only its input, not all that autograd saves. Only the first layers
-of a stage are recomputed: backward reaches them last, when the layers that weren't recomputed have
-been freed and leave room for the layer that is recomputed. A fixed number of layers after them may
-be recomputed *selectively*: they keep matrix products and attention as well.
+A recomputed layer keeps only its input, not everything that autograd saves. Only the first layers
+of a stage are recomputed: backward reaches them last, when the other layers have been freed and
+leave room for the layer that is recomputed. A fixed number of layers after them may be recomputed
+*selectively*: they also keep matrix products and attention.
 
 Let micro-batch m have t_m tokens and keep k_m of the stage's n layers; K and R are the bytes per
 token of a kept and of a recomputed layer. When its backward begins, with the micro-batches W_m in
@@ -15,9 +15,9 @@ since even a micro-batch that keeps no layer recomputes one at a time. The runti
 both use `fewest_recomputed`, so what runs is what was predicted.
 
 Under a budget no layer is recomputed selectively. Micro-batches that must recompute are many times
-longer than the others, so they need to recompute whole layers. Starting with selective layers would
-shorten iterations of web documents on five clusters by only 0.4 to 2.4 % (simulated), and would not
-allow layers that change a product in place.
+longer than the others, so they need to recompute whole layers. With selective layers first,
+iterations of web documents on five clusters would be only 0.4 to 2.4 % shorter (simulated), and
+layers that change a product in place wouldn't be allowed.
 """
 
 import heapq
@@ -68,7 +68,7 @@ def check_recomputation(
     selective_layers: int | None,
     activation_budget_bytes: int | None,
 ) -> None:
-    """Check a stage's settings of recomputation, of a stage that messages call `where`.
+    """Check a stage's settings of recomputation; error messages call the stage `where`.
 
     Raises:
         PlanError: A number is out of range, or a budget is given beside numbers.
@@ -117,7 +117,8 @@ def describe_recomputation(
 def held_at_backward(schedule: tuple[Action, ...]) -> Windows:
     """Return for each backward the micro-batches in flight when it begins, its own first.
 
-    If it is split, its micro-batch is in flight until the gradients of its weights are done.
+    If a backward is split, its micro-batch is in flight until the gradients of its weights are
+    done.
     """
     held: dict[int, None] = {}
     windows = []
@@ -140,7 +141,7 @@ def peak_activation_bytes(
     recomputed: Sequence[int],
     windows: Windows,
 ) -> float:
-    """Return the most bytes of its layers' activations that a stage holds at once.
+    """Return the largest number of bytes of its layers' activations that a stage holds at once.
 
     Args:
         layer: Bytes of each layer.
@@ -162,16 +163,16 @@ def fewest_recomputed(
 ) -> tuple[int, ...]:
     """Return how many layers each micro-batch recomputes so that a stage stays within a budget.
 
-    One layer after another is kept, each by the micro-batch that then keeps the fewest bytes, as
+    Layers are kept one after another, each by the micro-batch that then keeps the fewest bytes, as
     long as no window exceeds the budget. So long micro-batches recompute most, short ones nothing,
-    and equal ones differ by one layer at most. ::
+    and equal ones differ by at most one layer. ::
 
         schedule = schedule_1f1b(stage_index=0, num_stages=2, num_microbatches=3)
         layer = LayerBytes(kept=34.0, recomputed=2.0)
         fewest_recomputed(400_000, layer, 4, (1000, 4000, 500), held_at_backward(schedule))
 
     Args:
-        budget_bytes: Most bytes of activations on each rank, of all micro-batches together.
+        budget_bytes: Upper limit on the activations of all micro-batches together on each rank.
         layer: Bytes of each layer.
         num_layers: Layers of the stage.
         tokens: Tokens of each micro-batch, in the order in which they run.
@@ -202,7 +203,7 @@ def fewest_recomputed(
             continue
         kept[m] += 1
         if stage.peak(kept, around=m) > room:
-            kept[m] -= 1  # There won't be room later either, since windows only fill.
+            kept[m] -= 1  # There won't be room later either, since windows only get fuller.
         else:
             heapq.heappush(queue, ((kept[m] + 1) * stage.costs[m], m))
     return tuple(num_layers - count for count in kept)
@@ -224,7 +225,7 @@ class _Stage:
                 self._around[m].append(window)
 
     def peak(self, kept: Sequence[int], *, around: int | None = None) -> float:
-        """Return the most bytes held in any window.
+        """Return the largest number of bytes held in any window.
 
         Args:
             kept: Layers that each micro-batch keeps.

@@ -1,7 +1,7 @@
-"""Turn a file into plain data: JSON or YAML without duplicate keys; and values into texts.
+"""Convert files to plain data, JSON or YAML without duplicate keys, and values to texts.
 
-Both parsers raise many types of errors on malformed texts (deep nesting, numbers of 5,000 digits,
-impossible dates); each is converted to the type that the caller gives.
+Both parsers raise many types of errors for malformed texts (deep nesting, numbers of 5,000 digits,
+impossible dates); each is converted to the type that the caller passes.
 """
 
 import difflib

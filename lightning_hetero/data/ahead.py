@@ -1,10 +1,10 @@
 """Assign iterations in the background, before their assignments are needed (Hydraulis §4).
 
-Rank 0 has a planning process (`core.process`) that plans an iteration while earlier ones
-train. A thread publishes its assignments, as texts, in a store that all ranks read. A rank that has
-waited too long plans the iteration itself. The first text published under a key counts for all
-ranks, and it depends only on the request: so planning late costs time but changes nothing. A text
-is deleted when all ranks have read it.
+Rank 0 has a planning process (`core.process`) that plans the next iterations while the present one
+trains. A thread publishes their assignments, as texts, in a store that all ranks read. If a rank
+has waited too long, it plans the iteration itself. The first text that is published under a key
+counts for all ranks, and it depends only on the request: so late planning costs time but changes
+nothing. A text is deleted when all ranks have read it.
 """
 
 import logging
@@ -47,15 +47,15 @@ class AssignmentStore:
         self._store: Any = HashStore() if store is None else store.clone()
 
     def publish(self, key: str, text: str) -> str:
-        """Set a key to a text unless it is set already; return the key's text."""
+        """Set a key to a text unless the key has one already; return the key's text."""
         with _naming_the_server():
             counts: bytes = self._store.compare_set(key, "", text)
         return counts.decode()
 
     def wait(self, key: str, timeout_s: float) -> str | None:
         """Return a key's text as soon as it is set; None after the timeout."""
-        # Polls: a blocking wait would lock the connection, which may be shared with the thread that
-        # publishes this key.
+        # By polling: a blocking wait would lock the connection, which may be shared with the thread
+        # that publishes this key.
         deadline_s = time.monotonic() + timeout_s
         pause_s = _SHORTEST_PAUSE_S
         with _naming_the_server():
@@ -69,7 +69,7 @@ class AssignmentStore:
         return text.decode()
 
     def retire(self, key: str, num_readers: int) -> None:
-        """Note that one reader is done with a key; the last of `num_readers` deletes it."""
+        """Note that one reader no longer needs a key; the last of `num_readers` deletes it."""
         reads = f"{key}/reads"
         with _naming_the_server():
             if self._store.add(reads, 1) >= num_readers:
@@ -93,8 +93,8 @@ def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:
 
     Args:
         agree: Returns rank 0's argument on every rank.
-        own_name: A name that no earlier run had, such as a random one. So texts of an earlier run
-            are never found, even if torch's store has outlived it.
+        own_name: A name that no earlier run had, such as a random one, so that texts of an earlier
+            run are never found, even if torch's store has outlived it.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return AssignmentStore()
@@ -102,14 +102,14 @@ def open_store(agree: Callable[[str], str], own_name: str) -> AssignmentStore:
 
 
 class AheadPlanner:
-    """Requests assignments and takes them, on one rank.
+    """Requests assignments and waits for them, on one rank.
 
     Args:
         store: The store that the ranks share.
         global_rank: This rank; rank 0 plans for all.
         world_size: Number of ranks.
-        num_ahead: Iterations planned ahead of the one that is dealt; 0: each when it is needed, by
-            whoever comes first.
+        num_ahead: Number of iterations to plan ahead; with 0 each is planned when it is needed, by
+            the rank that needs it first.
     """
 
     def __init__(

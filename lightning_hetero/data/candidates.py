@@ -100,8 +100,9 @@ def assumed_costs(
 ) -> tuple[PipelineCost, ...]:
     """Return assumed costs of a plan's pipelines, for devices without a profile: all are equal.
 
-    A pipeline's time is proportional to the most layers per rank of any stage. Its micro-batches
-    hold up to `context_length` tokens or, if that is more, an even share of `tokens_per_step`.
+    A pipeline's time is proportional to the number of layers per rank of its largest stage. Its
+    micro-batches have up to `context_length` tokens or, if that is more, an even share of
+    `tokens_per_step`.
     """
     limit = max(context_length, -(-tokens_per_step // sum(plan.count_microbatches())))
     costs = []
@@ -121,7 +122,7 @@ def assumed_costs(
 
 
 def fill_empty(assignment: Assignment) -> Assignment:
-    """Give each pipeline without samples one of the fullest pipeline's: DDP's ranks need one each.
+    """Give each empty pipeline a sample of the fullest one: every rank of DDP needs a batch.
 
     A pipeline's micro-batches are merged into one, because such a rank runs one batch per step.
 

@@ -1,7 +1,7 @@
-"""Deal the batches of ordinary loaders, and find the plan for which each batch was dealt.
+"""Distribute ("deal") the batches of ordinary loaders, and find the plan of each batch.
 
-Workers of a data loader load batches before they are trained on, and a batch that was dealt for one
-plan can't run under a plan that divides it otherwise. So a change of plan takes effect at the first
+A data loader's workers load batches ahead of training, and a batch that was dealt for one plan
+can't run under a plan that divides it differently. So a change of plan takes effect at the first
 iteration that no rank has dealt yet. All ranks keep the same schedule of plans.
 """
 
@@ -33,8 +33,8 @@ class Dealer:
         plan: The plan that runs first.
         global_rank: The rank.
         num_microbatches: Micro-batches of pipelines for which a plan names no number.
-        num_batches: A loader's batches in an iteration; the same under all plans, so that an
-            epoch's number of iterations is, too.
+        num_batches: Number of a loader's batches that make an iteration; the same under all plans,
+            so that the number of iterations of an epoch is, too.
         seed: Returns the seed of samplers that draw from the global generators, the same on all
             ranks; called for each loader, since a recovered run goes on with its old seed.
     """
@@ -62,7 +62,7 @@ class Dealer:
 
         Args:
             dataloader: The user's loader, the same on every rank.
-            is_training: Whether it is for training; others are dealt for the plan that runs then.
+            is_training: Whether it is for training; other loaders are dealt for the plan that runs.
             epoch: The first epoch that is read.
 
         Raises:
@@ -87,12 +87,12 @@ class Dealer:
                 item.loader = "training loader" if is_training else "loader of this evaluation"
                 self._dealt.append(ref(item))
         if isinstance(dealt, DataLoader) and isinstance(sampler, DealtBatchSampler):
-            # A resumed loader's workers draw samples before Lightning sets the epoch.
+            # The workers of a resumed loader draw samples before Lightning sets the epoch.
             sampler.set_epoch(epoch)
         return dealt
 
     def compare_orders(self, everyone: Callable[[list[Order]], list[list[Order]]]) -> None:
-        """Compare what ranks read if passes over loaders have begun since the last call.
+        """Compare what ranks read, if passes over loaders have begun since the last call.
 
         Args:
             everyone: Returns every rank's argument, by rank; collective.
@@ -131,10 +131,10 @@ class Dealer:
             most_of_ranks: Returns the maximum of its argument over all ranks.
 
         Returns:
-            Iterations that were dealt for the old plan and are still to be trained on.
+            Number of iterations that were dealt for the old plan and are still to be trained.
 
         Raises:
-            ConfigurationError: Training reads several loaders, and the plan would change their
+            ConfigurationError: Training reads several loaders, of which the plan would change the
                 deals; or a data module chooses the plans.
         """
         if self._plans_come_with_batches:

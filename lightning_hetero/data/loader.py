@@ -1,13 +1,13 @@
 """The loader of `HeteroDataModule`: draws iterations and collates this rank's micro-batches.
 
-Every rank draws the same iterations in the same order. So without messages all ranks agree on the
-keys of assignments, and on the first iteration for which new costs count. Iterations are planned
-ahead, and handed out in order.
+Every rank draws the same iterations in the same order. So all ranks agree, without messages, on the
+keys of assignments and on the first iteration for which new costs count. Iterations are planned
+ahead and handed out in order.
 
-The loader deals by pipeline itself, so strategies don't change it. Its state is the data's cursor,
-from which a run can be resumed under any plan, with any number of ranks and workers. Iterations
-that were fetched but not trained don't count: those of workers, and the one that a Trainer
-prefetches from a stream without a length.
+The loader distributes samples over pipelines itself, so strategies don't change it. Its state is
+the data's cursor, from which a run can be resumed under any plan, with any number of ranks and
+workers. Iterations that were fetched but not trained don't count: those of workers, and the one
+that a Trainer prefetches from a stream without a length.
 """
 
 import time
@@ -39,9 +39,9 @@ class Ticket:
     plan: ParallelPlan | None
     """The plan that runs; None if each rank is a pipeline of its own."""
     microbatches: tuple[tuple[Any, ...], ...]
-    """For each micro-batch of the rank's pipeline its samples, as in `Drawn.samples`."""
+    """The samples of each micro-batch of the rank's pipeline, as in `Drawn.samples`."""
     first_index: int
-    """Number of micro-batches of the pipelines before this rank's."""
+    """Number of micro-batches in the pipelines before this rank's."""
     after: Cursor
     """The cursor at the end of the iteration."""
 
@@ -55,14 +55,14 @@ class _Ahead:
 
 
 class TicketDealer:
-    """Draws iterations, has them assigned ahead of time, and deals one rank's part of each.
+    """Draws iterations, has them assigned ahead of time, and returns one rank's part of each.
 
     Args:
         source: The source of iterations.
         planner: Assigns the iterations.
         candidates: The plans they may run under.
         global_rank: This rank.
-        name: Prefix of its keys, different from those of other dealers with this planner.
+        name: Prefix of its keys; different for each dealer that uses this planner.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TicketDealer:
         return self._serial
 
     def set_slowdowns(self, slowdowns: Sequence[float]) -> int:
-        """Assign iterations drawn from now on as if each rank took longer by its factor.
+        """Assign the iterations that follow as if each rank took longer by its factor.
 
         All ranks call it with the same factors after the same iteration. Returns the number of
         iterations drawn so far, whose assignments stay as they are.
@@ -119,9 +119,9 @@ class TicketDealer:
         self._next = None
 
     def deal(self, cursor: Cursor) -> Iterator[Ticket]:
-        """Yield the tickets from a cursor to its epoch's end, each once it is assigned.
+        """Yield the tickets from a cursor to its epoch's end, each when it is assigned.
 
-        A cursor at the end of an epoch gives the tickets of the next epoch.
+        If the cursor is at the end of an epoch, these are the tickets of the next epoch.
 
         Raises:
             AssignmentError: No candidate plan holds an iteration's samples.
@@ -143,7 +143,7 @@ class TicketDealer:
                 return
 
     def _start(self, cursor: Cursor) -> None:
-        """Draw from a cursor on; drop the iterations drawn ahead, whose keys aren't used again."""
+        """Draw from a cursor on; drop the iterations drawn ahead, whose keys aren't reused."""
         self._drawing = self._source.draw(cursor)
         for item in self._ahead:
             self._planner.forget(item.key)
@@ -202,7 +202,7 @@ def _samples(
 
 
 class BatchMaker:
-    """A dataset whose keys are tickets' `microbatches`, and whose items are these, collated.
+    """A dataset that maps tickets' `microbatches` to collated micro-batches.
 
     Args:
         samples: The samples by index; None if tickets hold the samples themselves.
@@ -227,7 +227,7 @@ class AssignedLoader:
         maker: Makes their batches.
         progress: The run's cursor, which each batch moves; shared with the data module.
         num_workers: Processes that read samples and collate; 0 uses this process.
-        restarts: Whether each pass begins a new epoch instead of resuming the last one.
+        restarts: Whether each pass begins a new epoch instead of continuing the last one.
         num_trained: Returns how many iterations of the epoch were trained, for a Trainer that
             prefetches; None counts all batches that were handed out.
         num_iterations: Iterations of every epoch; None if they aren't known.
@@ -248,7 +248,8 @@ class AssignedLoader:
     ) -> None:
         self.dealer = dealer
         self.stall_s = 0.0
-        """Seconds spent on drawing and waiting for the assignment before the latest batch."""
+        """Seconds before the latest batch that were spent on drawing and on waiting for its
+        assignment."""
         self.batch_sampler = _EpochSetter(progress)
         """Only for Lightning, which sets the epoch through a loader's `batch_sampler`.
 
@@ -305,14 +306,14 @@ class AssignedLoader:
     def rewind(self) -> None:
         """Move the cursor back to the last trained iteration, unless another epoch has begun.
 
-        A Trainer that reloads its data loaders begins an epoch twice, and has prefetched by then.
+        A Trainer that reloads its data loaders begins an epoch twice, after it has prefetched.
         """
         trained = self._trained()
         if trained is not None and self._progress.cursor == self._recent[-1]:
             self._progress.cursor = trained
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from a state, under any topology; CheckpointError if it is of another order."""
+        """Resume from a state, with any ranks; CheckpointError if it is of another order."""
         self._progress.load_state_dict(state)
 
     def _trained(self) -> Cursor | None:
@@ -331,9 +332,9 @@ class _EpochSetter:
 
 
 class _Tickets:
-    """The sampler of torch's DataLoader: deals from the cursor on whenever it is iterated.
+    """The sampler of torch's DataLoader: each iteration over it continues from the cursor.
 
-    It has no reference to the loader: as part of a reference cycle, workers would end late.
+    It doesn't refer to the loader: as part of a reference cycle, workers would end late.
     """
 
     def __init__(self, dealer: TicketDealer, progress: Progress) -> None:

@@ -49,9 +49,9 @@ class HeteroDataModule(pl.LightningDataModule):
             the same samples on every rank.
         val_dataset: The same for validation; samples come in order, under the first plan.
         tokens_per_step: Tokens of an iteration on all pipelines together: the average for datasets
-            of known lengths (see `data.order`), the maximum for streams. A run can resume with
-            another number only on a stream.
-        context_length: Most tokens of a sample.
+            of known lengths (see `data.order`), the maximum for streams. Only a run that reads a
+            stream can be resumed with another number.
+        context_length: Largest number of tokens of a sample.
         on_overlong: What to do with a longer sample: "cut" off the rest, "split" it into several
             samples, or "refuse" it with a BatchError.
         lengths: Tokens of each training sample; None reads them once and caches them in a file.
@@ -60,13 +60,13 @@ class HeteroDataModule(pl.LightningDataModule):
         collate: Makes a micro-batch of a list of samples. None packs them end to end, and keeps
             attention of Hugging Face models inside samples (`use_packed_attention`). Other models
             must do that themselves, as `varlen_attention` does.
-        num_ahead: How many iterations ahead a process of rank 0 plans. With 0 each iteration is
-            planned when it is needed, without a process.
+        num_ahead: Number of iterations that a process of rank 0 plans ahead. With 0 each iteration
+            is planned when it is needed, without such a process.
 
     Raises:
-        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`. ModelError: In
-        `setup`, if samples are packed and a Hugging Face model can't keep them apart;
-            for a model that `configure_model` makes, when the loader is made.
+        ConfigurationError: `context_length` is below 1 or above `tokens_per_step`.
+        ModelError: In `setup`, if samples are packed and a Hugging Face model can't keep them
+            apart; for a model that `configure_model` makes, when the loader is made.
     """
 
     def __init__(  # noqa: PLR0913 - the user's options
@@ -199,10 +199,10 @@ class HeteroDataModule(pl.LightningDataModule):
         All ranks must call it between the same steps, with the same factors.
 
         Args:
-            by_rank: For each rank, how many times longer it takes than the plans' costs say.
+            by_rank: For each rank, the factor by which it is slower than the plans' costs say.
 
         Returns:
-            The most training iterations that are planned already and still to be trained.
+            The largest number of training iterations that are planned already and not yet trained.
         """
         self._training_dealer().set_slowdowns(by_rank)
         self._slowdowns = tuple(by_rank)
@@ -223,7 +223,7 @@ class HeteroDataModule(pl.LightningDataModule):
             costs: The costs of their pipelines; None takes those of `assumed_costs`.
 
         Returns:
-            Training iterations, at most, that are planned already and still to be trained.
+            The largest number of training iterations that are planned already and not yet trained.
         """
         if costs is None:
             costs = [
@@ -242,9 +242,9 @@ class HeteroDataModule(pl.LightningDataModule):
         return self._count_planned()
 
     def sample_lengths(self) -> IntArray:
-        """Return the tokens of training samples, once cut or split, or of a part of these.
+        """Return the tokens of each training sample, after cutting or splitting.
 
-        The part is drawn at random; of a stream it is its first iterations.
+        Of many samples it returns a random part; of a stream, the first iterations.
         """
         if "train" in self._samples:
             lengths = self._samples["train"].lengths
@@ -337,7 +337,7 @@ class HeteroDataModule(pl.LightningDataModule):
         return self._planner
 
     def _rank_and_count(self) -> tuple[int, int]:
-        """Return this rank's index, and the number of ranks, among which samples are divided.
+        """Return this rank's index and the number of ranks among which samples are divided.
 
         Without plans, ranks that share a model (tensor parallelism) count as one.
         """

@@ -1,11 +1,11 @@
 """Decide which samples an iteration takes, independently of its plan and the number of ranks.
 
-An epoch is a seeded shuffle of all samples, cut into a fixed number of iterations of about equally
-many tokens: `⌈all tokens / tokens_per_step⌉` of them, cut where the running sum of tokens comes
-nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average and differs
-from the even part by less than the longest sample; no epoch has a small last iteration, and `len`
-is the same in every epoch. A run's position is the number of samples consumed in that order: a
-cursor, which depends neither on plans, nor on ranks or workers.
+An epoch is a seeded shuffle of all samples, cut into a fixed number of iterations with about
+equally many tokens. There are ⌈all tokens / tokens_per_step⌉ of them, cut where the running sum of
+tokens is nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average,
+and differs from the even part by less than the longest sample; no epoch has a small last iteration,
+and `len` is the same in every epoch. A run's position is the number of samples consumed in that
+order: a *cursor*, which depends neither on plans nor on ranks or workers.
 """
 
 import zlib
@@ -45,8 +45,8 @@ class Progress:
     """The cursor of a run, with the identity of the order of samples that it counts in.
 
     Args:
-        identity: Values that the order and its iterations depend on, such as the seed. A state
-            with other values is refused, since its cursor counts other samples or iterations.
+        identity: Values that the order and its iterations depend on, such as the seed. A state with
+            other values is refused, because its cursor counts other samples or iterations.
     """
 
     def __init__(self, **identity: int | bool) -> None:
@@ -64,7 +64,7 @@ class Progress:
         self.cursor = Cursor(epoch=self.cursor.epoch + 1)
 
     def state_dict(self, cursor: Cursor | None = None) -> dict[str, Any]:
-        """Return the cursor, or another one of the same order, with the identity of the order."""
+        """Return the cursor (or another one of the same order), and the identity of the order."""
         return {"order": dict(self._identity), "cursor": asdict(cursor or self.cursor)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -98,7 +98,7 @@ class Drawn:
     checksum: int
     """Checksum of the samples, by which ranks notice that they have drawn different ones."""
     is_last: bool = False
-    """Whether the epoch ends with it; always False for a stream, which can't tell."""
+    """Whether it is the epoch's last; always False for a stream, which doesn't know."""
 
 
 class IterationSource(Protocol):
@@ -202,14 +202,15 @@ class EpochOrder:
         if cursor.num_samples >= self.num_samples:
             return np.zeros(0, dtype=np.int64)
         if left < 1:
-            # Saved on fewer ranks, when an epoch had more iterations: the rest becomes one more.
+            # Saved on fewer ranks, when an epoch had more iterations: the rest becomes one more
+            # iteration.
             return np.array([self.num_samples])
         sums = np.concatenate([[0], np.cumsum(self.lengths[order])])
         number = np.arange(cursor.num_iterations + 1, count + 1)
         targets = number * (sums[-1] / count)
         above = np.searchsorted(sums, targets).clip(1, self.num_samples)
         nearest = above - (targets - sums[above - 1] < sums[above] - targets)
-        # Forwards, then backwards: enough samples before each cut, and enough left after it.
+        # Forwards, then backwards: leave enough samples before each cut, and after it.
         step = np.arange(1, left + 1) * least
         stops = np.maximum(np.maximum.accumulate(nearest - step), cursor.num_samples) + step
         stops = np.minimum(stops, self.num_samples - (left * least - step))

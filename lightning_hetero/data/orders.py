@@ -1,9 +1,9 @@
-"""Compare the data that ranks are about to read, at each pass over a loader.
+"""Compare the data that ranks are about to read, at the start of each pass over a loader.
 
 Every rank reads the whole order of samples and keeps its pipeline's part. If ranks read different
 orders, some samples would be trained on twice and others never; if one rank's order is shorter, the
-others would wait for it without end. So at the start of a pass each rank makes a digest of the
-first samples' indices, and ranks compare digests and lengths before the pass's first step.
+others would wait for it forever. So at the start of a pass each rank computes a digest of the first
+samples' indices, and ranks compare digests and lengths before the pass's first step.
 """
 
 import zlib
@@ -18,7 +18,7 @@ from lightning_hetero.core.errors import ConfigurationError
 __all__ = ["Order", "check_alike", "peek", "size_of"]
 
 _NUM_BATCHES, _NUM_INDICES = 1024, 4096
-"""Most batches and indices of a pass that make its digest."""
+"""Largest number of batches, and of indices, of a pass that its digest covers."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Order:
     """None if the loader doesn't know."""
     num_samples: int | None
     digest: int
-    """Digest of the first indices; 0 where the loader gives none."""
+    """Digest of the first indices; 0 if the loader has none."""
 
     def __str__(self) -> str:
         sizes = f"{_number(self.num_batches, 'batches')} of {_number(self.num_samples, 'samples')}"
@@ -45,7 +45,7 @@ def check_alike(orders: Sequence[Sequence[Order]]) -> None:
         orders: By rank, the loaders whose pass begins.
 
     Raises:
-        ConfigurationError: On every rank alike.
+        ConfigurationError: Ranks differ; the same on every rank.
     """
     for rank, own in enumerate(orders):
         for first, other in zip(orders[0], own, strict=False):
@@ -60,7 +60,7 @@ def check_alike(orders: Sequence[Sequence[Order]]) -> None:
 
 
 def peek(batches: Iterator[Any], dataset: object) -> tuple[int, Iterator[Any]]:
-    """Return a digest of the first batches of indices and of a data set's own, and all batches."""
+    """Return a digest of the first batches' indices and the data set's own, and all batches."""
     digest, num_indices = _digest_of(dataset), 0
     seen: list[Any] = []
     while len(seen) < _NUM_BATCHES and num_indices < _NUM_INDICES:

@@ -25,19 +25,20 @@ class TwoStageBatchSampler(Sampler[list[int]]):
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=pack_samples)
         Trainer(strategy="ddp", use_distributed_sampler=False).fit(model, loader)
 
-    A step's samples are dealt so that all ranks take about equally long, attention's quadratic term
-    included. Every sample comes once an epoch. All ranks must iterate: they share the assignments
-    through torch.distributed's store. DDP weights ranks alike, however many tokens they have;
-    `HeteroDataModule` under `HeteroStrategy` weights by tokens.
+    The samples of a step are divided such that all ranks take about equally long, including
+    attention's quadratic term. Every sample comes once per epoch. All ranks must iterate: they
+    share the assignments through torch.distributed's store. DDP gives all ranks equal weight,
+    however many tokens they have; `HeteroDataModule` under `HeteroStrategy` weights by tokens.
 
     Args:
         lengths: Tokens of each sample of the dataset.
         tokens_per_step: Tokens of a step on all ranks together, on average; see `data.order`.
         seed: Seed of the shuffle, the same on every rank.
-        shuffle: Whether to shuffle samples, in every epoch anew.
+        shuffle: Whether to shuffle the samples anew in every epoch.
 
     Raises:
-        ConfigurationError: A budget below the longest sample, or (later) fewer samples than ranks.
+        ConfigurationError: `tokens_per_step` is below the longest sample, or (later) there are
+            fewer samples than ranks.
     """
 
     def __init__(
@@ -85,7 +86,7 @@ class TwoStageBatchSampler(Sampler[list[int]]):
         return self._progress.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume on any number of ranks; CheckpointError if the order or the budget is another."""
+        """Resume on any number of ranks; CheckpointError if the order or the budget differs."""
         self._progress.load_state_dict(state)
 
     def _order(self) -> EpochOrder:

@@ -1,13 +1,13 @@
 """Samples of token ids as pieces that fit the context: longer ones are cut, split or refused.
 
-A dataset's sample is a row of token ids (tensor, array or list), or a mapping with one as
-"input_ids", whose other entries of the same length (labels, masks) are cut alike. All other modules
-count pieces: a sample that is split counts as several.
+A dataset's sample is a row of token ids (tensor, array or list), or a mapping that has one as
+"input_ids"; its other entries of the same length (labels, masks) are cut in the same way. All other
+modules count pieces: a sample that is split counts as several.
 
 The lengths of a dataset's samples are read once and cached in a file. Its name is a digest of the
-dataset's type and size and the tokens of some samples, so that other datasets have other files. If
-two datasets still share one, a sample whose length differs from the cached one is an error when it
-is read, never a wrong assignment.
+dataset's type and size and of some samples' tokens, so that different datasets have different
+files. If two datasets share one all the same, a sample whose length isn't the cached one raises an
+error when it is read; it is never assigned wrongly.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class TokenSamples:
     Args:
         dataset: Anything with `len` and integer indices.
         lengths: Tokens of each sample; checked when a sample is read.
-        context_length: Most tokens of a piece.
+        context_length: Largest number of tokens of a piece.
         on_overlong: What to do with longer samples.
 
     Raises:
@@ -168,7 +168,7 @@ def _checked(lengths: ArrayLike, num_samples: int) -> IntArray:
 
 
 def cached_lengths(dataset: Any) -> IntArray:
-    """Return a map-style dataset's lengths from their file; else read it, and try to write that."""
+    """Return a map-style dataset's lengths from their file; or read them and write the file."""
     path = lengths_file(dataset)
     with contextlib.suppress(OSError, ValueError):
         found: IntArray = np.load(path, allow_pickle=False)

@@ -1,8 +1,8 @@
 """Draw iterations from a stream, of which only the samples read so far are known.
 
-An iteration takes samples in the stream's order until the next would exceed the budget. Iterations
-are read ahead of the one that trains, so that they can be planned. To resume, the stream is read
-from its start and consumed samples are dropped, which works alike on every topology.
+An iteration takes samples in the stream's order until the next one would exceed the budget.
+Iterations are read ahead of training, so that they can be planned. To resume, the stream is read
+from its start and consumed samples are dropped, which works with any number of ranks.
 """
 
 from collections.abc import Iterable, Iterator
@@ -32,8 +32,8 @@ class StreamOrder:
     Args:
         dataset: Yields the same samples on every rank, each time it is iterated; its `set_epoch`
             is called if it has one.
-        tokens_per_step: Most tokens of an iteration.
-        context_length: Most tokens of a sample.
+        tokens_per_step: Largest number of tokens of an iteration.
+        context_length: Largest number of tokens of a sample.
         on_overlong: What to do with longer samples.
         min_samples: Least number of samples in an iteration, even above the budget.
 
@@ -89,7 +89,7 @@ class StreamOrder:
             raise ConfigurationError("The stream has 0 samples; give at least one.")
 
     def _groups(self, samples: Iterator[Any]) -> Iterator[list[Any]]:
-        """Yield the samples of each iteration; too few at the end join the iteration before."""
+        """Yield the samples of each iteration; too few at the end join the last one."""
         complete: list[Any] = []
         group: list[Any] = []
         tokens = 0

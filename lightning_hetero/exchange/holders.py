@@ -42,8 +42,8 @@ class Holding:
     intervals: tuple[Interval, ...]
     """The rows that it holds; the shard is these intervals, concatenated."""
     pushes: tuple[Interval, ...]
-    """The rows whose gradients it sends. Ranks of a TP group that all have the same gradient
-    divide the rows among them."""
+    """The rows whose gradients it sends. Ranks of a TP group that have equal gradients of some rows
+    divide these among them."""
 
 
 def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
@@ -63,7 +63,7 @@ def holdings_of(spec: ParameterSpec, plan: ParallelPlan) -> Iterator[Holding]:
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """The holders of parameters that are used by the same stages and cut alike."""
+    """The holders of parameters that the same stages use and that are cut in the same way."""
 
     holdings: tuple[Holding, ...]
     """The holdings in pipeline order."""
@@ -74,9 +74,9 @@ class Holders:
 class PlanHolders:
     """The holders of all parameters under a plan.
 
-    They are computed once for all parameters that are cut alike and used by the same stages, which
-    those of neighbouring layers are unless a stage of any pipeline begins between the layers. So
-    the work doesn't grow with the number of parameters.
+    They are computed once for all parameters that are cut in the same way and used by the same
+    stages. Those of two consecutive layers are, unless a stage of any pipeline begins between the
+    layers. So the work doesn't grow with the number of parameters.
 
     Args:
         plan: The plan.
@@ -93,7 +93,7 @@ class PlanHolders:
         return self._plan.num_layers
 
     def of(self, spec: ParameterSpec) -> Holders:
-        """Return a parameter's holders: one and the same object for all that have the same.
+        """Return a parameter's holders: the same object for all parameters with equal ones.
 
         Raises:
             ModelError: The TP degree doesn't divide the parameter.
@@ -113,12 +113,12 @@ class SharedRows(NamedTuple):
 
     held: Interval
     pieces: tuple[Interval, ...]
-    """The part that each rank keeps, by ascending rank; rows are counted from the first one
+    """The part that each rank keeps, by ascending rank; rows are counted from the first that is
     held."""
 
 
 class ParameterPlacement:
-    """Which ranks hold and keep which rows; the same for all parameters that are placed alike."""
+    """Which ranks hold and keep which rows; shared by all parameters that are placed alike."""
 
     def __init__(self, holders: Holders, slices: Sequence[Slice]) -> None:
         self.holders = holders
@@ -147,7 +147,7 @@ class ParameterPlacement:
         return frozenset(self.holders.by_rank) | {item.owner for item in self.kept}
 
     def shard_groups(self, *, push: bool) -> dict[tuple[int, ...], SharedRows] | None:
-        """Return the groups of ranks that hold the same rows and own exactly these rows together.
+        """Return the groups of ranks that hold the same rows and own exactly these together.
 
         In a push the rows of standbys count as owned, too. None if a rank keeps rows that it
         doesn't hold, if it keeps several pieces, or if the rows of two groups overlap.
@@ -174,8 +174,8 @@ class ParameterPlacement:
     def overlaps(self, rank: int, *, push: bool) -> Iterator[tuple[int, int, int, int]]:
         """Yield (owner, holder, first row, last row + 1) for each exchange that `rank` is part of.
 
-        Where rows have a standby, a push goes to both of them, and a pull comes from the one that
-        serves the holder: "owner" stands for either.
+        If rows have a standby, a push goes to both owner and standby, and a pull comes from the one
+        that serves the holder: "owner" means either of them.
         """
         slices = self.kept if push else self.slices
         kept = [item for item in slices if rank in item.ranks]
@@ -211,8 +211,8 @@ def _pushes(spec: ParameterSpec, tp_rank: int, tp_degree: int) -> tuple[Interval
     """Return the rows whose gradients a rank sends.
 
     If all ranks of the group have the same gradient, each sends its share of the rows. If each has
-    a summand of it, such as for a head that several ranks hold, each sends all rows that it holds,
-    and the owner adds them up.
+    a part of the sum, such as for a head that several ranks hold, each sends all rows that it
+    holds, and the owner adds them up.
     """
     if spec.tp_dim is None and not spec.tp_partial:
         return (piece_of(spec.cut_length, tp_rank, tp_degree),)

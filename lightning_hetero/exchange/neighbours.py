@@ -1,11 +1,11 @@
 """Decide which rank of one stage sends which part of a message to which rank of the next stage.
 
-Every rank of a stage's group has the whole activation, and every rank of the next one needs it;
-gradients go back the same way. Groups of equal size send rank by rank. If the receiving group is
-smaller, some senders have nothing to do. If it is larger, a sender serves several ranks: each gets
-a piece, and the group puts the pieces together over its own, faster links. So with a senders and b
-receivers, a sender's link carries ⌈b/a⌉/b of an activation instead of ⌈b/a⌉ whole ones, and each
-receiver gets the other (b - 1)/b inside the group.
+Every rank of a stage's group has the whole activation, and every rank of the next group needs it;
+gradients go back in the same way. If the groups have equal size, each rank sends to one rank. If
+the receiving group is smaller, some senders have nothing to do. If it is larger, a sender serves
+several ranks: each gets one piece, and the group gathers the pieces over its own, faster links. So
+with a senders and b receivers, a sender's link carries ⌈b/a⌉/b of an activation instead of ⌈b/a⌉
+whole ones, and each receiver gets the other (b - 1)/b inside the group.
 """
 
 from collections import Counter
@@ -30,20 +30,20 @@ class SentPiece:
     index: int = 0
     count: int = 1
     channel: int = 0
-    """Tells apart what goes from one rank to another between several pairs of stages."""
+    """Distinguishes messages from one rank to another that belong to different pairs of stages."""
 
     @property
     def edge(self) -> "Edge":
-        """Names the queue in which it travels."""
+        """The queue in which the piece travels."""
         return self.sender, self.receiver, self.channel
 
     @property
     def is_local(self) -> bool:
-        """Whether a rank keeps it: both stages are its own."""
+        """Whether the piece stays on its rank, which runs both stages."""
         return self.sender == self.receiver
 
     def bounds(self, num_bytes: int) -> tuple[int, int]:
-        """Return the piece's bytes [first, last + 1); the last pieces may be short or empty."""
+        """Return the piece's bytes [first, last + 1); last pieces may be shorter or empty."""
         if self.count == 1:
             return 0, num_bytes
         size = -(-num_bytes // self.count)
@@ -52,12 +52,12 @@ class SentPiece:
 
 @dataclass(frozen=True, slots=True)
 class Neighbour:
-    """The stage before or after, as one rank sees it."""
+    """The previous or next stage, as one rank sees it."""
 
     received: SentPiece
     """The piece that the rank receives from it."""
     sent: tuple[SentPiece, ...]
-    """The pieces that the rank sends to it; none if others of its group do that."""
+    """The pieces that the rank sends to it; none if other ranks of its group send all."""
 
 
 def deal_pieces(senders: Sequence[int], receivers: Sequence[int]) -> tuple[SentPiece, ...]:

@@ -1,14 +1,16 @@
-"""Spread ownership over ranks by their capacity, with owners as close to the holders as possible.
+"""Divide ownership among ranks by their capacity, such that owners are holders as far as possible.
 
 A unit is a set of parameters with the same holders: a layer, or all layers between two neighbouring
 stage boundaries. First each pipeline's holders claim the pipeline's share of a unit, as far as
-their capacity goes; the rest goes to other holders of the unit with room. If some is still left, it
-goes to other ranks that are near in number: units and ranks with room are matched in order of rank,
-which makes the sum of distances least.
+their capacity goes; the rest goes to holders of the unit with room. If some is still left, it goes
+to the ranks with room that are nearest in number.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
+from statistics import fmean
 
 __all__ = ["OwnedUnit", "spread_ownership"]
 
@@ -33,76 +35,39 @@ def spread_ownership(units: Sequence[OwnedUnit], shares: Sequence[float]) -> lis
         units: The units to own.
         shares: Capacity of each global rank, relative to their sum.
     """
-    total = sum(unit.size for unit in units)
-    whole = sum(shares)
-    capacity = [share / whole * total for share in shares]
-    owned = _claims_of_holders(units, capacity)
-    spare = list(capacity)
-    for claims in owned:
-        for rank, size in claims.items():
-            spare[rank] -= size
-    left = [unit.size - sum(claims.values()) for unit, claims in zip(units, owned, strict=True)]
-    for unit, claims, index in zip(units, owned, range(len(units)), strict=True):
-        for ranks in unit.holders:
-            for rank in ranks:
-                taken = max(0.0, min(left[index], spare[rank]))
-                _give(claims, rank, taken)
-                spare[rank] -= taken
-                left[index] -= taken
-    for index, rank, size in _match(units, left, spare):
-        _give(owned[index], rank, size)
-    return [_as_shares(unit, claims) for unit, claims in zip(units, owned, strict=True)]
+    whole, total = sum(shares), sum(unit.size for unit in units)
+    spare = [share / whole * total for share in shares]
+    left = [unit.size for unit in units]
+    owned = [defaultdict[int, float](float) for _ in units]
+
+    def give(index: int, rank: int, most: float) -> None:
+        size = max(0.0, min(most, left[index], spare[rank]))
+        owned[index][rank] += size
+        left[index] -= size
+        spare[rank] -= size
+
+    claims = [
+        (index, rank, unit.size / len(unit.holders) / len(ranks))
+        for index, unit in enumerate(units)
+        for ranks in unit.holders
+        for rank in ranks
+    ]
+    wanted = defaultdict[int, float](float)
+    for _, rank, size in claims:
+        wanted[rank] += size
+    factors = {rank: min(1.0, spare[rank] / size) for rank, size in wanted.items()}
+    for index, rank, size in claims:
+        give(index, rank, size * factors[rank])
+    for index, rank, _ in claims:
+        give(index, rank, inf)
+    for index, unit in enumerate(units):
+        middle = fmean(rank for ranks in unit.holders for rank in ranks)
+        for rank in sorted(range(len(spare)), key=lambda rank: abs(rank - middle)):
+            give(index, rank, inf)
+    return [_as_shares(unit, found) for unit, found in zip(units, owned, strict=True)]
 
 
-def _claims_of_holders(
-    units: Sequence[OwnedUnit], capacity: Sequence[float]
-) -> list[dict[int, float]]:
-    """Return holders' claims: the same for each pipeline, none above its capacity in total."""
-    claims: list[dict[int, float]] = []
-    wanted = [0.0] * len(capacity)
-    for unit in units:
-        own: dict[int, float] = {}
-        for ranks in unit.holders:
-            for rank in ranks:
-                _give(own, rank, unit.size / len(unit.holders) / len(ranks))
-        for rank, size in own.items():
-            wanted[rank] += size
-        claims.append(own)
-    rooms = zip(capacity, wanted, strict=True)
-    factors = [min(1.0, room / want) if want else 1.0 for room, want in rooms]
-    return [{rank: size * factors[rank] for rank, size in own.items()} for own in claims]
-
-
-def _match(
-    units: Sequence[OwnedUnit], left: Sequence[float], spare: Sequence[float]
-) -> Iterator[tuple[int, int, float]]:
-    """Yield (unit, rank, size) for what is left of units, in order of their holders' ranks."""
-
-    def middle(index: int) -> float:
-        ranks = [rank for own in units[index].holders for rank in own]
-        return sum(ranks) / len(ranks)
-
-    order = sorted((i for i in range(len(units)) if left[i] > 0), key=lambda i: (middle(i), i))
-    ranks = [rank for rank in range(len(spare)) if spare[rank] > 0]
-    position, room = -1, 0.0
-    for index in order:
-        rest = left[index]
-        while rest > 0 and (room > 0 or position + 1 < len(ranks)):
-            if room <= 0:
-                position += 1
-                room = spare[ranks[position]]
-            size = min(rest, room)
-            yield index, ranks[position], size
-            rest -= size
-            room -= size
-
-
-def _give(claims: dict[int, float], rank: int, size: float) -> None:
-    if size > 0:
-        claims[rank] = claims.get(rank, 0.0) + size
-
-
-def _as_shares(unit: OwnedUnit, claims: dict[int, float]) -> dict[int, float]:
+def _as_shares(unit: OwnedUnit, claims: Mapping[int, float]) -> dict[int, float]:
     """Return a unit's claims as shares of it, without those that are only rounding errors."""
     kept = {rank: size for rank, size in claims.items() if size > _NOTHING * unit.size}
     total = sum(kept.values())

@@ -1,8 +1,8 @@
 """Decide which rank owns which slice of each parameter: apply a rule of `Ownership` to a plan.
 
-With redundancy each rank has a *standby*, another rank that keeps a copy of all slices that the
-first owns. If both own rows of a parameter, these are adjacent, so that each keeps one interval if
-the number of ranks is even.
+With redundancy each rank has a *standby*, another rank that keeps a copy of all its slices. If both
+own rows of a parameter, these are adjacent, so that each rank keeps one interval if the number of
+ranks is even.
 """
 
 from collections import Counter, defaultdict
@@ -39,7 +39,7 @@ def assign_owners(
 
     Args:
         specs: The parameters; names are unique.
-        plan: The plan whose holders own; EVEN ignores it.
+        plan: The plan, whose holders become owners; EVEN ignores it.
         world_size: Number of ranks, idle ones included.
         ownership: The rule; AUTO must have been resolved by the caller.
         standbys: The standby of each rank (`find_standbys`); empty without redundancy.
@@ -59,7 +59,7 @@ def assign_owners(
                 "Ownership 'memory' needs a plan that says how much each rank owns (owner_shares)."
             )
         return _stood_by(_own_by_room(specs, plan, plan.owner_shares, standbys), standbys)
-    # Parameters that are cut alike share one tuple: others compare these by identity.
+    # Parameters that are cut alike share one tuple, so that tuples can be compared by identity.
     known: dict[Hashable, tuple[Slice, ...]] = {}
     slices: dict[str, tuple[Slice, ...]] = {}
     holders = PlanHolders(plan)
@@ -77,11 +77,11 @@ def assign_owners(
 
 
 def _claims_of(holdings: Sequence[Holding]) -> list[tuple[int, float]]:
-    """Return (rank, share) in the order that keeps each owner's slice within the rows it holds.
+    """Return (rank, share), ordered such that each owner's slice is within the rows it holds.
 
-    Every pipeline claims the same share, divided among the ranks that hold it.
-    Sorting by the middle of the held rows puts the whole-width holder of a TP-1 pipeline between
-    the two halves of a TP-2 pipeline, so that its slice overlaps their shards no more than needed.
+    Every pipeline claims the same share, divided among the ranks that hold it. Sorting by the
+    middle of the held rows puts the single holder of a pipeline with TP degree 1 between the two of
+    a pipeline with degree 2, so that its slice overlaps their shards as little as possible.
     """
     members = Counter(holding.pipeline_index for holding in holdings)
 
@@ -100,9 +100,10 @@ def find_standbys(
 ) -> tuple[int, ...]:
     """Return the standby of each rank, on another node if there is one.
 
-    Ranks with one kind of device stand by for each other if they are on several nodes, since they
-    have as much memory and round alike. All other ranks do so together, or, if they are on one
-    node, the ranks of other nodes stand by for them in turn. See `_half_a_row_away`.
+    Ranks with the same kind of device are standbys for each other if they are on several nodes,
+    since they have equally much memory and round in the same way. All other ranks are so together,
+    or, if they are all on one node, ranks of other nodes are their standbys in turn. See
+    `_half_a_row_away`.
 
     ::
 
@@ -110,7 +111,7 @@ def find_standbys(
 
     Args:
         nodes: The node of each global rank.
-        kinds: The kind of its device; None if all are alike.
+        kinds: The kind of its device; None if all are of one kind.
 
     Returns:
         Standbys by global rank; empty for a single rank.
@@ -137,10 +138,11 @@ def find_standbys(
 
 
 def _half_a_row_away(ranks: Sequence[int], nodes: Sequence[Hashable]) -> dict[int, int]:
-    """Return {rank: standby} among some ranks: the one half the list further on, sorted by node.
+    """Return {rank: standby} for some ranks: the rank half the list further on, by node.
 
-    So each stands by for one other; if their number is even, pairs do so for each other. If a node
-    has more than half of the ranks, the others stand by for its ranks in turn, and these for them.
+    So each rank is standby for one other; if their number is even, ranks form pairs. If a node has
+    more than half of the ranks, the others are standbys for its ranks in turn, and its ranks for
+    them.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for rank in ranks:
@@ -156,19 +158,18 @@ def _half_a_row_away(ranks: Sequence[int], nodes: Sequence[Hashable]) -> dict[in
 
 @dataclass(frozen=True, kw_only=True)
 class ServedRows:
-    """The slices that remain after a loss of ranks."""
+    """The slices that are available after a loss of ranks."""
 
     slices: dict[str, tuple[Slice, ...]]
-    """The rows that any remaining rank keeps; `owner` is the one that serves them."""
+    """The rows that any remaining rank keeps; here `owner` is the rank that serves them."""
     missing: dict[str, tuple[Interval, ...]]
-    """By parameter, the rows whose owner and standby are both lost; only if there are any."""
+    """By parameter, the rows whose owner and standby are both lost; only parameters with any."""
 
 
 def serve_without(slices: Mapping[str, tuple[Slice, ...]], lost: Collection[int]) -> ServedRows:
     """Return which rank serves which rows after a loss: a slice's owner, or else its standby.
 
-    Ranks keep their numbers. A slice that has lost its owner or its standby has no standby any
-    more.
+    Ranks keep their numbers. A slice whose owner or standby is lost has no standby any more.
 
     ::
 
@@ -194,7 +195,7 @@ def serve_without(slices: Mapping[str, tuple[Slice, ...]], lost: Collection[int]
 def list_owners(
     slices: Mapping[str, tuple[Slice, ...]],
 ) -> list[tuple[tuple[str, ...], tuple[Slice, ...]]]:
-    """Return (names of parameters, their slices), with slices that are one object listed once."""
+    """Return (names of parameters, their slices); slices that are one object are listed once."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, items in slices.items():
         names[id(items)].append(name)
@@ -230,7 +231,7 @@ def _chained(
 def _stood_by(
     slices: Mapping[str, tuple[Slice, ...]], standbys: Sequence[int]
 ) -> dict[str, tuple[Slice, ...]]:
-    """Return slices with their standbys; tuples that are one object stay one."""
+    """Return the slices with their standbys; tuples that are one object stay one."""
     if not standbys:
         return dict(slices)
     found: dict[str, tuple[Slice, ...]] = {}

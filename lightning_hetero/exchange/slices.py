@@ -1,9 +1,11 @@
 """Describe parameters without their values, and the slices into which owners divide them.
 
-A parameter is cut along one dim, its *cut dim*, into slices. Each slice has one *owner*, the rank
-that keeps the master copy and the optimizer state of its rows; with redundancy a second rank, the
-*standby*, keeps both as well. Example: two ranks that own a weight of 10 rows evenly have
-`Slice(owner=0, start=0, stop=5)` and `Slice(owner=1, start=5, stop=10)`.
+A parameter is cut along one dim, its *cut dim*, into slices. Each slice has one *owner*: the rank
+that stores the fp32 master copy and the optimizer state of these rows, and updates them. With
+`redundancy=1` a second rank, the *standby*, stores and updates the same rows. A rank *keeps* a row
+if it is its owner or standby; it *holds* a row if it computes with it under the present plan.
+Example: two ranks that own a weight of 10 rows evenly have `Slice(owner=0, start=0, stop=5)` and
+`Slice(owner=1, start=5, stop=10)`; if both run the weight's layer, both hold all 10 rows.
 """
 
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ __all__ = [
 ]
 
 Interval = tuple[int, int]
-"""Half-open [start, stop) along a parameter's cut dim."""
+"""Half-open interval [start, stop) of rows: indices along a parameter's cut dim."""
 
 
 class OuterRole(StrEnum):
@@ -92,12 +94,12 @@ class ParameterSpec:
     summand of its gradient."""
     requires_grad: bool = True
     packed: "PackedSize | None" = None
-    """Size of a quantized weight, whose `shape` may be that of its bytes; None for other
+    """Size of a quantized weight, whose `shape` may be that of its packed bytes; None for other
     weights."""
 
     @property
     def num_values(self) -> int:
-        """Number of values that are computed with."""
+        """Number of values in computations: of a quantized weight, the unpacked ones."""
         return self.numel if self.packed is None else self.packed.num_values
 
     def held_bytes(self, width: int) -> int:
@@ -126,7 +128,7 @@ class ParameterSpec:
 
     @property
     def cut(self) -> tuple[int | bool, ...]:
-        """The fields that decide how it is cut; parameters with equal ones are cut alike."""
+        """The fields that decide how the parameter is cut; equal ones mean equal cuts."""
         flags = self.tp_dim is None, self.tp_uneven, self.tp_partial
         return self.cut_length, *flags, self.tp_blocks, self.tp_heads, self.tp_readers
 
@@ -185,10 +187,14 @@ class Slice:
         return (self.owner,) if self.standby is None else (self.owner, self.standby)
 
     def server_of(self, holder: int) -> int:
-        """Return the rank from which a holder pulls: itself, else the next higher one, cyclically.
+        """Return the rank from which a holder pulls.
 
-        Two ranks that stand by for each other keep the same rows. By this rule each serves half of
-        the holders with the rows of both, in half as many messages as if each served its own rows.
+        That is the holder itself if it keeps the slice, else the next higher rank that does,
+        cyclically.
+
+        Example: ranks 0 and 1 each own half of a weight and are standby for the other half, so both
+        have all rows. By this rule each serves half of the other holders with the whole weight, in
+        half as many messages as if each served all holders with the rows that it owns.
         """
         return min(self.ranks, key=lambda rank: (rank < holder, rank))
 

@@ -7,18 +7,19 @@ In a pull rank 0 sends rows 0 to 4 to rank 1 and gets rows 5 to 9; in a push it 
 of rows 5 to 9 to rank 1, gets rank 1's of rows 0 to 4, and adds these to its own.
 
 All pieces of one *unit* (a layer, or the parameters before or after the layers) travel together, in
-one of two ways. By messages, a rank sends one to each peer: if owners are among the holders, with D
-pipelines and k layers in a stage, about k·(D-1) messages and one stage's worth of bytes each way.
-By collectives, a `ShardGroup` uses one for each unit, k in all. Small layers next to each other
-with the same holders form one unit, as in DDP's buckets, since a message takes as long as many
-kilobytes. With redundancy a push goes to the owner and to the standby of each slice, and a pull
-comes from either.
+one of two ways. By messages, a rank sends one message to each peer: if the owners of each layer are
+among its holders, with D pipelines and k layers in a stage, these are about k·(D-1) messages and
+one stage's worth of bytes in each direction. By collectives, a `ShardGroup` uses one collective for
+each unit, k in all. Consecutive small layers with the same holders are merged into one unit, as in
+DDP's buckets, since a message takes as long to start as many kilobytes take to travel. With
+redundancy a push goes to both the owner and the standby of each slice, and a pull comes from one of
+them.
 
-Units whose parameters have the same owners, holders and row sizes are of one `UnitKind`, and all
-arithmetic is done once per kind: the 80 layers of 1,024 equal pipelines are of one kind. There are
+Units whose parameters have the same owners, holders and row sizes are of one `UnitKind`, and the
+table is computed once per kind: the 80 layers of 1,024 equal pipelines are of one kind. Units have
 no shard groups if owners aren't the holders (`Ownership.EVEN`), if TP degrees differ, if blocks are
-sharded one by one, or if owners have whole parameters. Then a rank exchanges rows with every rank
-that keeps or holds any of them, and the table grows with the number of these ranks.
+sharded one by one, or if each owner has whole parameters. Then a rank exchanges rows with every
+rank that keeps or holds any of them, and the table grows with the number of these ranks.
 """
 
 from collections import Counter, defaultdict
@@ -63,7 +64,8 @@ class ExchangeKind(Choice):
 
 
 MOST_BY_MESSAGES = 8
-"""Up to this many ranks of a unit use messages on gloo under `ExchangeKind.AUTO`."""
+"""Largest number of ranks that exchange a unit by messages on gloo under `ExchangeKind.AUTO`; more
+use a collective."""
 
 
 def are_collective(kind: ExchangeKind, backend: str, num_members: int) -> bool:
@@ -102,8 +104,8 @@ class Move:
 
 
 MOST_PADDING = 1 / 8
-"""Most padding in the pieces of a shard group, as a share of the unit's bytes. Pieces of R rows in
-all among D ranks need at most D/R of padding, so R = 8·D rows always suffice."""
+"""Largest allowed padding of a shard group's pieces, as a share of the unit's bytes. R rows that
+are divided among D ranks need at most D/R of padding, so R = 8·D rows always suffice."""
 
 
 class ShardGroup(NamedTuple):
@@ -134,7 +136,7 @@ class ShardGroup(NamedTuple):
 
 
 class UnitKind:
-    """What all units have in common whose parameters have the same owners, holders and rows.
+    """What units have in common whose parameters have the same owners, holders and row sizes.
 
     Args:
         placements: Owners and holders of each parameter.
@@ -191,7 +193,7 @@ class UnitKind:
         return frozenset(found)
 
     def moves(self, global_rank: int, *, push: bool) -> list[Move]:
-        """Return the moves that a rank sends, receives or copies, by (owner, holder)."""
+        """Return the moves that a rank sends, receives or makes locally, by (owner, holder)."""
         found: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
         by_placement = {i: [*i.overlaps(global_rank, push=push)] for i in {*self.placements}}
         for index, placement in enumerate(self.placements):
@@ -239,9 +241,9 @@ class Unit:
 class TransferTable:
     """The units of one plan, and who holds what; computed once per plan.
 
-    All ranks follow one global order: units ascending for pull (order of need), descending for push
-    (order in which backward ends), and inside a unit by (owner, holder), so that no rank waits for
-    one that waits for it.
+    All ranks follow one global order, so that no two ranks wait for each other: units ascend in a
+    pull (the order in which forward needs them) and descend in a push (the order in which backward
+    finishes them); inside a unit the order is by (owner, holder).
 
     Args:
         specs: The parameters; names are unique.

@@ -1,8 +1,8 @@
 """Attention over packed sequences of different lengths.
 
-It costs the sum of the squared lengths, never the square of their sum: samples in one packed
+Attention costs the sum of the squared lengths, never the square of their sum: samples in one packed
 micro-batch don't see each other. Micro-batches of packed samples are Hydraulis's (§6), and the cost
-model of the assignment rests on this property.
+model of the assignment depends on this property.
 
 Shape suffixes: T packed tokens, H heads (keys and values may have fewer), D head dim, L tokens of
 one sequence, B sequences of equal length.
@@ -40,8 +40,8 @@ def varlen_attention(  # noqa: PLR0913 - the kernel's own arguments
 ) -> Tensor:
     """Attend inside each packed sequence; query head h reads key head h // (H / KV heads).
 
-    16-bit tensors on CUDA take flash-attn's kernel if it is installed (extra `flash`), else torch's
-    own one; all others take SDPA for each sequence.
+    16-bit tensors on CUDA use flash-attn's kernel if it is installed (extra `flash`), else torch's;
+    all others use SDPA for each sequence.
 
     Args:
         query_THD: Queries, (T, H, D).

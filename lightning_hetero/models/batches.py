@@ -1,9 +1,9 @@
 """Count the samples, tokens and work of a batch of any type, and cut it into micro-batches.
 
 A batch is cut along dim 0 of its tensors, whose size must be the number of samples in all of them.
-Lists of that length are cut, too; other values go to every micro-batch. The fields of dataclasses
-and of `UserDict`s, such as the `BatchEncoding` of Hugging Face's collators, are cut in the same
-way. A batch with `split(num_microbatches)`, such as `PackedBatch`, cuts itself.
+Lists of that length are cut, too; other values are passed to every micro-batch. The fields of
+dataclasses and of `UserDict`s, such as the `BatchEncoding` of Hugging Face's collators, are cut in
+the same way. A batch with a method `split(num_microbatches)`, such as `PackedBatch`, cuts itself.
 """
 
 import zlib
@@ -40,7 +40,7 @@ __all__ = [
 
 
 class EmptyBatch:
-    """The batch of a rank without samples in an iteration; the rank still takes part in it."""
+    """The batch of a rank that has no samples in an iteration but takes part in it."""
 
     def __repr__(self) -> str:
         return "EmptyBatch()"
@@ -58,7 +58,7 @@ class AssignedBatch:
     microbatches: tuple[Any, ...]
     """The micro-batches of the rank's pipeline; none if it has no work or the rank is idle."""
     first_index: int
-    """Index of the first of them among all pipelines' micro-batches; seeds random numbers."""
+    """Index of the first of them among all pipelines' micro-batches, which seeds random numbers."""
 
 
 class SplittableBatch(Protocol):
@@ -101,6 +101,9 @@ def count_samples(batch: Any) -> int:
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return all tensors of a batch."""
+    parts = [*batch.values()] if type(batch) is dict else batch
+    if isinstance(parts, list | tuple) and all(type(part) is Tensor for part in parts):
+        return [*parts]  # As most batches are: pytree would take ten times as long.
     return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
 
 
@@ -156,12 +159,12 @@ def cut_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def concatenated(batches: Sequence[Any]) -> Any:
-    """Return one batch of the samples of several; None if it can't be made.
+    """Return one batch with the samples of several; None if it can't be made.
 
-    Batches that cut themselves are put together only if they are one that has `repeat(times)`.
+    Batches that cut themselves can be concatenated only if all are one that has `repeat(times)`.
 
     Raises:
-        BatchError: Tensors differ in other dims than the first.
+        BatchError: Tensors differ in dims other than the first.
     """
     first = batches[0]
     if type(first) not in (list, tuple) and _is_splittable(first):
@@ -207,7 +210,8 @@ def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
     def parts_of(value: Any) -> list[Any]:
         if (isinstance(value, Tensor) and value.ndim) or is_column(value):
             parts = [value[start:stop] for start, stop in pairwise(cuts)]
-            # A step may change its part in place; to autograd, views would all have changed.
+            # A step may change its part in place; with views, autograd would see changes of all
+            # parts.
             is_apart = isinstance(value, Tensor) and not value.requires_grad
             return [part.data for part in parts] if is_apart else parts
         if not _has_fields(value):

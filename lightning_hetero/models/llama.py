@@ -1,9 +1,9 @@
 """The reference model: a LLaMA-like decoder over packed samples.
 
-RMSNorm, rotary positions that restart with each sample, grouped-query attention and SwiGLU. It
-contains no parallel code: a stage is this model with fewer layers, made by the runtime. So a layer
-takes the hidden state first and returns only that; its other inputs come from the batch, not from
-parameters that may be on another rank.
+RMSNorm, rotary positions that restart with each sample, grouped-query attention and SwiGLU. It has
+no parallel code: a stage is this model with fewer layers, made by the runtime. So a layer takes the
+hidden state first and returns only that; its other inputs come from the batch, not from parameters
+that may be on another rank.
 
 Shape suffixes: T packed tokens, E hidden size, H heads, D head dim, V vocabulary.
 """
@@ -115,7 +115,7 @@ class _Attention(nn.Module):
     """Grouped-query attention with rotary positions; works with any part of the heads."""
 
     takes_any_heads = True
-    """Told to tensor parallelism, whose ranks may share key heads."""
+    """Tells tensor parallelism that ranks may share key heads."""
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
 """Pack samples into a batch, cut a packed batch into micro-batches, and the loss of packed samples.
 
-Samples lie end to end; `cu_seqlens` holds their boundaries (a micro-batch of Hydraulis, §6.1).
-`PackedBatch.split` is for ordinary DataLoaders: it evens out costs, longest samples first (LPT).
-The two-stage assignment to pipelines and devices is in `assign` and `data`.
+Samples are stored end to end; `cu_seqlens` has their boundaries (a micro-batch of Hydraulis, §6.1).
+`PackedBatch.split` is for ordinary DataLoaders: it balances costs, longest samples first (LPT). The
+two-stage assignment to pipelines and devices is in `assign` and `data`.
 
-The runtime weights micro-batches by their target tokens. With a mean over these tokens as the loss,
+The runtime weights micro-batches by their target tokens. If the loss is a mean over these tokens,
 every plan gives the gradient that a single device would compute.
 
-A model that gets only token ids (`model(input_ids=...)`) can't tell packed samples from a single
-one. So packed ids are remembered by the address of their memory, which is also that of their views.
+A model that gets only token ids (`model(input_ids=...)`) can't distinguish packed samples from a
+single one. So packed ids are remembered by the address of their memory, which their views share.
 """
 
 import heapq
@@ -60,13 +60,13 @@ _MODEL_INPUTS = {
     "max_length_q": "max_seqlen",
     "max_length_k": "max_seqlen",
 }
-"""Arguments of Hugging Face models, and which field of a batch each is."""
+"""Arguments of Hugging Face models, each with the field of a batch that it is."""
 
 
 # Not frozen: Lightning's own bf16 precision converts a copy of the batch field by field.
 @dataclass(kw_only=True)
 class PackedBatch:
-    """Samples end to end, T tokens in all; Lightning and DataLoader move it like a tensor.
+    """Samples end to end, T tokens in total; Lightning and DataLoader move it like a tensor.
 
     It is also the mapping that a Hugging Face model takes, one row of T tokens::
 
@@ -87,7 +87,7 @@ class PackedBatch:
     """Tokens of the longest sample."""
 
     def __post_init__(self) -> None:
-        # So that a model that gets only these ids can be refused: they hold several samples.
+        # So that a model that gets only these ids can be refused: they are several samples.
         remember_packed(self.input_ids, self.cu_seqlens)
 
     @property
@@ -161,9 +161,10 @@ class PackedBatch:
     ) -> list[Self]:
         """Return at most `num_microbatches` batches of whole samples, about equal in cost.
 
-        Samples are dealt longest first, each to the micro-batch of least cost so far. Inside a
-        micro-batch they keep their order; micro-batches are ordered by their first sample. The cut
-        is deterministic. With fewer samples than wanted parts there are fewer parts.
+        Samples are distributed longest first, each to the micro-batch with the least cost so far.
+        Inside a micro-batch they keep their order; micro-batches are ordered by their first sample.
+        The result is deterministic. If there are fewer samples than wanted parts, there are fewer
+        parts.
 
         Args:
             num_microbatches: Wanted number, at least 1.
@@ -201,15 +202,15 @@ class PackedBatch:
 
 
 def pack_samples(samples: Iterable[Any]) -> PackedBatch:
-    """Pack samples end to end, with labels that never cross a sample's border.
+    """Pack samples end to end, with labels that never cross the border of a sample.
 
     It is also the `collate_fn` of a DataLoader.
 
     Args:
         samples: Token ids of each sample, as a tensor, an array, a list of integers, or a mapping
-            that holds one of these as "input_ids". Its "labels", if it has any, must be one for
-            each token (the token itself, or -100 if it is no target, as for Hugging Face); they
-            are shifted here.
+            that has one of these as "input_ids". If it has "labels", these must be one for each
+            token (the token itself, or -100 if it isn't a target, as for Hugging Face); they are
+            shifted here.
 
     Raises:
         BatchError: There are no samples, or one is empty or not one-dimensional integers.
@@ -289,7 +290,7 @@ def _cumulative(lengths: Sequence[int]) -> Tensor:
 
 
 def _even_groups(costs: Sequence[float], num_groups: int) -> list[list[int]]:
-    """Return indices in groups of about equal cost, no group empty, each group ascending."""
+    """Return indices in groups of about equal cost; no group is empty, each is ascending."""
     heap = [(0.0, group) for group in range(min(num_groups, len(costs)))]
     groups: list[list[int]] = [[] for _ in heap]
     for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -306,7 +307,7 @@ _borders_of = WeakTensorKeyDictionary()
 
 
 def remember_packed(input_ids: Tensor, cu_seqlens: Tensor) -> None:
-    """Remember token ids as packed, for `num_samples_seen`, while the tensor is alive.
+    """Remember token ids as packed, for `num_samples_seen`, as long as the tensor exists.
 
     Args:
         input_ids: Samples end to end, (T,).
@@ -318,7 +319,7 @@ def remember_packed(input_ids: Tensor, cu_seqlens: Tensor) -> None:
 
 
 def num_samples_seen(ids: object) -> int:
-    """Return how many packed samples token ids, or a view of them, span; 1 if they aren't packed.
+    """Return how many packed samples token ids, or a view of them, span; 1 if not packed.
 
     Waits for the device if they are packed and on one.
     """

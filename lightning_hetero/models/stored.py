@@ -1,8 +1,8 @@
 """Read boxes (a range along each dim) of tensors from safetensors files, and no other bytes.
 
 A rank owns slices, and reads only these of a pretrained model. If files store a parameter in other
-pieces than the model has it (experts one by one; query, key and value apart), it is described by a
-tree whose leaves are stored tensors: a box of the parameter is read as boxes of the leaves.
+pieces than the model has it (experts one by one; query, key and value separately), a tree describes
+it whose leaves are stored tensors: a box of the parameter is read as boxes of the leaves.
 """
 
 import json
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Box = tuple[tuple[int, int], ...]
-"""Half-open [start, stop) along each dim."""
+"""A half-open interval [start, stop) along each dim."""
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -60,7 +60,7 @@ class SafetensorsFile:
     tensors: Mapping[str, StoredTensor] = field(init=False, repr=False)
     """The tensors by their names in the file."""
     metadata: Mapping[str, str] = field(init=False, repr=False)
-    """What its writer noted beside them."""
+    """What its writer stored besides the tensors."""
 
     def __post_init__(self) -> None:
         with self._opened() as file:

@@ -1,18 +1,18 @@
 """Bound the iteration time T of every plan from below, by linear programmes priced to optimality.
 
-Stage i of a pipeline, which takes t_i for a micro-batch, waits while the first one passes the
-stages before it and while the last one's gradient passes back through them, so with K micro-batches
-K·t_i + t_1 + ... + t_{i-1} ≤ T. If stage i finishes at most s_i layers a second, all L layers are
+Stage i of a pipeline takes t_i for a micro-batch. It waits while the first one passes the stages
+before it, and while the last one's gradient passes back through them. So with K micro-batches K·t_i
++ t_1 + ... + t_{i-1} ≤ T. If stage i finishes at most s_i layers a second, all L layers can be
 placed only if
 
     L ≤ Σ_i s_i·(T/K)·(1 - 1/K)^(i-1),    s_1 ≥ s_2 ≥ ...
 
-(feasible t_i stay feasible when sorted, so the fastest stage may be given the most). Stage i also
-holds no more whole layers than fit into its memory and into T/K. Each of the two says what units a
-pipeline that finishes K needs. With prices π of devices, a dynamic programme over units finds the
-cheapest pipeline for every K; if K ≤ θ·(its price) for all, no mix of pipelines finishes more than
-θ·π·devices. T is a bound if that is less than M. Exchange, links and the optimizer are left out,
-which only lowers it.
+(feasible t_i stay feasible when sorted, so the fastest stage may get the most layers). Stage i also
+holds no more whole layers than fit into its memory and into T/K. Each of these two conditions says
+what a pipeline that finishes K micro-batches needs. With prices π of devices, a dynamic programme
+finds the cheapest pipeline for every K. If K ≤ θ·(its price) for all K, no mix of pipelines
+finishes more than θ·π·devices by T. If that is less than M, T is a lower bound. Exchange, links and
+the optimizer are left out, which only lowers the bound.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,25 +27,26 @@ from lightning_hetero.planner.stages import Ownership, Stages
 __all__ = ["bound_price", "bound_time_s", "work_bound"]
 
 _PER_LAYER = 4
-"""Partly placed layers are counted in steps of a layer divided by this, rounded up."""
+"""A layer is counted in this many steps; parts of a layer are rounded up to whole steps."""
 _GROWTH = 1.03
-"""Numbers of micro-batches from 50 on grow by this factor: a bound loses up to half of it."""
+"""Factor between the numbers of micro-batches that are tried, from 50 on: a bound loses up to half
+of it."""
 _CLOSE = 2e-3
-"""The bisection ends when upper and lower limit differ by this share."""
+"""The bisection ends when the upper and lower limits differ by this share."""
 _STEPS, _GUESSES, _CUTS = 16, 2, 8
-"""Most values of T that are tried, how many of these are extrapolated before the interval is
-halved, and rounds of pricing for each."""
+"""Largest number of values of T that are tried; how many of these are extrapolated before the
+interval is halved; and rounds of pricing for each."""
 
 _Taking = tuple[float, FloatArray]
-"""What a pipeline finishes, and the devices of each class that it takes."""
+"""What a pipeline finishes, and the devices of each class that it uses."""
 
 
 def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:
-    """Return seconds that every plan's iteration takes at least.
+    """Return a lower bound of the seconds of every plan's iteration.
 
     Args:
         every: Times and memory of all stages, for each size of micro-batches that is allowed.
-        upper_s: Seconds of a plan that exists.
+        upper_s: Seconds of a plan that was found.
     """
     bound = _Mixed([_Bound(stages) for stages in every])
     low_s = min(bound.work_s, upper_s)
@@ -70,7 +71,7 @@ def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:
 
 
 def work_bound(every: Sequence[Stages]) -> Callable[[Sequence[int]], float]:
-    """Return what gives the least seconds of the work alone, by devices of each node that do it."""
+    """Return a lower bound of the work's seconds, as a function of the devices of each node."""
     speeds = [(bound.work, bound.per_device()) for bound in map(_Bound, every)]
     kinds, place = list(every[0].devices), every[0].class_of_node
     speeds = [(work, row[[kinds.index(kind) for kind in place]]) for work, row in speeds]
@@ -84,8 +85,8 @@ def work_bound(every: Sequence[Stages]) -> Callable[[Sequence[int]], float]:
 def bound_price(stages: Stages) -> float | None:
     """Return a lower bound on the price of an iteration, or None if a node has no price.
 
-    A device is paid for at least as long as it works, so no layer and no head costs less than on
-    the device and at the TP degree where it is cheapest.
+    A device is paid for at least as long as it works, so no layer or head costs less than on the
+    device and at the TP degree where it is cheapest.
     """
     layer, ends = np.inf, np.inf
     for node, entry in enumerate(stages.cost.cluster.nodes):
@@ -102,7 +103,7 @@ def bound_price(stages: Stages) -> float | None:
 
 
 def _speed(stages: Stages, option: Option) -> tuple[float, float]:
-    """Return the most layers a second of a stage, and the work of both ends in layers."""
+    """Return the most layers per second of a stage, and the work of both ends in layers."""
     sizes = np.arange(1, stages.num_layers + 1)
     middle_s, whole_s = (
         stages.times_s(option, ends, ends).sum(axis=0)[1:] for ends in (False, True)
@@ -135,9 +136,9 @@ class _Bound:
         large = np.ceil(50 * _GROWTH ** np.arange(steps)).astype(np.int64)
         tops = np.unique(np.minimum(np.concatenate([small, large]), self.total))
         self.tops: IntArray = tops
-        """The most micro-batches of each interval of numbers."""
+        """The largest number of micro-batches of each interval."""
         self.least: IntArray = np.append(1, tops[:-1] + 1)
-        """The fewest of each."""
+        """The smallest number of each interval."""
 
     def per_device(self) -> FloatArray:
         best = np.zeros(len(self.kinds))
@@ -146,18 +147,18 @@ class _Bound:
         return best
 
     def _most_layers(self, option: Option) -> int:
-        """Return the layers that fit into a stage that owns nothing, or is a lone pipeline's."""
+        """Return how many layers fit into a stage that owns nothing, or is a lone pipeline's."""
         most = 0
         for ownership in (Ownership(max(2, self.total), True), Ownership(1)):
-            table = self.stages.table(option, ownership, False, False)
-            fits = np.isfinite(table.total_s[:, 0]).any(axis=0)
+            table, index = self.stages.table(ownership), self.stages.index[option]
+            fits = np.isfinite(table.total_s[0, index, 0])
             most = max(most, int(np.flatnonzero(fits).max(initial=0)))
         return most
 
     def cheapest(
         self, time_s: float, prices: FloatArray, *, whole: bool
     ) -> tuple[float, list[tuple[float, FloatArray]]]:
-        """Return the most micro-batches for a price of 1, and the best pipelines as columns."""
+        """Return the largest number of micro-batches for a price of 1, and the best columns."""
         # Whole layers are counted in whole steps.
         extra, steps_of_layer = (0.0, 1) if whole else (self.extra, _PER_LAYER)
         layers = (self.stages.num_layers + extra) * steps_of_layer
@@ -241,14 +242,14 @@ class _Mixed:
         self.work_s = min(bound.work_s for bound in bounds)
 
     def most_finished(self, time_s: float, known: list[_Taking], *, whole: bool) -> float:
-        """Return samples that no mix of pipelines exceeds by a time.
+        """Return a number of samples that no mix of pipelines exceeds by a time.
 
-        Any prices give such a number, those of the least one are looked for.
+        Any prices give such a number; this looks for the prices that give the least.
 
         Args:
             time_s: Seconds of an iteration.
             known: Pipelines, to which new ones are added.
-            whole: Whether stages hold whole layers, or any part of them.
+            whole: Whether stages hold whole layers only.
         """
         most = np.inf
         prices = self._prices(known)[1] if known else self.bounds[0].per_device()

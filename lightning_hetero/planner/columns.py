@@ -1,9 +1,9 @@
-"""A column: one composition of a pipeline, its seconds and what it takes.
+"""A column: one composition of a pipeline, its seconds, and what it needs.
 
-With K micro-batches a pipeline ends at about f + K·t: t is the slowest cycle of stages and links
-(`steady_round_s`), f all the rest: the first micro-batch's way through the stages, the first pull,
-the last push and the optimizer step. Both depend on the number D of pipelines, since each rank
-exchanges (D - 1)/D of what it holds, and on what placement keeps on a node.
+With K micro-batches a pipeline ends at about f + K·t. The bottleneck t is the slowest cycle of
+stages and links (`steady_round_s`). The fill f is all the rest: the first micro-batch's way through
+the stages, the first pull, the last push and the optimizer step. Both depend on the number D of
+pipelines, since each rank exchanges (D - 1)/D of what it holds, and on what is placed on one node.
 """
 
 import itertools
@@ -15,21 +15,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
-from lightning_hetero.planner.balancing import Splits, balance_layers
+from lightning_hetero.planner.balancing import balance_layers
 from lightning_hetero.planner.pace import Pace, finish_s
 from lightning_hetero.planner.placement import MappingOrder, Option
-from lightning_hetero.planner.stages import Ownership, Stages, StageTable
+from lightning_hetero.planner.stages import ENDS, Ownership, Stages
 
 __all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate"]
 
-
 FEW_MICROBATCHES = 4
-"""Micro-batches of a pipeline up to which each of them is timed."""
-
-_Stages = list[tuple[float, float, float]]
-"""(forward, backward, room) of every stage of a pipeline."""
+"""Number of micro-batches of a pipeline up to which each of them is timed."""
 
 
 class Column(NamedTuple):
@@ -38,21 +34,38 @@ class Column(NamedTuple):
     options: tuple[Option, ...]
     """Class of nodes and TP degree of each."""
     layers: tuple[int, ...]
-    """Layers of each."""
+    """Layers of each; none where they are still to be chosen."""
     size: int = 1
     """Sequences of a micro-batch."""
     inside: tuple[bool, ...] | None = None
-    """Whether each two stages share a node; None until they are placed."""
+    """For each two consecutive stages whether they share a node; None until they are placed."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rate(Pace):
-    """Seconds and needs of a column."""
+    """The seconds and needs of a column."""
 
     uses: FloatArray
-    """[rows] what it takes of the nodes."""
+    """[rows] how much of each row of the nodes it uses."""
     room: float
     """Parameters that it has room to own; 0 if holders own."""
+    is_recomputing: bool
+    """Whether a stage recomputes a layer."""
+
+
+class _Places(NamedTuple):
+    """What the seconds of stages depend on besides their layers, as arrays of one shape."""
+
+    end: IntArray
+    """Indices of `ENDS`."""
+    option: IntArray
+    """Indices of options."""
+    position: IntArray
+    """Number of stages that follow."""
+    latency_s: FloatArray
+    """Latency of an exchange with other pipelines."""
+    byte_s: FloatArray
+    """Seconds in which a byte of a holder's shard is exchanged."""
 
 
 class ColumnTimes:
@@ -66,54 +79,18 @@ class ColumnTimes:
 
     def __init__(self, stages: Stages, ownership: Ownership, order: MappingOrder) -> None:
         self.stages, self.ownership, self.order = stages, ownership, order
-        self.index = {option: i for i, option in enumerate(stages.options)}
+        self.table = stages.table(ownership)
         self.hop_s = cache(self._hop_s)
-        self.unit_s = cache(self._unit_s)
-        self.exchange = cache(self._exchange)
-        self.exchange_rows = cache(self._exchange_rows)
         self.hops_s = cache(self._hops_s)
-        self._known: dict[Column, Rate | None] = {}
         self.uses = cache(self._uses)
-        self.is_recomputing = cache(self._is_recomputing)
         self.balance = cache(self._balance)
-        self.splits = Splits(self)
+        self._unit_s = cache(self._find_unit_s)
+        self._places = cache(self._find_places)
+        self._known: dict[Column, Rate | None] = {}
+        self.splits: dict[tuple[Column, int], tuple[int, ...] | None] = {}
+        """Layers that were chosen for columns and micro-batches, see `splitting`."""
         share = stages.workload.num_microbatches / ownership.num_pipelines
         self.usual = max(1, round(share))
-
-    def _tables(self, options: Sequence[Option]) -> list[tuple[int, StageTable]]:
-        """Return each stage's position from the end, and its table."""
-        last, table = len(options) - 1, self.stages.table
-        return [
-            (last - index, table(option, self.ownership, index == 0, index == last))
-            for index, option in enumerate(options)
-        ]
-
-    def _is_recomputing(self, column: Column) -> bool:
-        """Return whether a stage recomputes a layer."""
-        tables = zip(self._tables(column.options), column.layers, strict=True)
-        return any(table.levels[0, place, count] != 0 for (place, table), count in tables)
-
-    def _stage_times(self, column: Column) -> _Stages | None:
-        """Return (forward, backward, room) of each stage; None if one doesn't fit."""
-        found = []
-        tables = zip(self._tables(column.options), column.layers, strict=True)
-        for (place, table), count in tables:
-            if place >= table.total_s.shape[1]:
-                return None
-            times_s = table.total_s[:, place, count]
-            variant = int(np.argmin(times_s))
-            total_s = float(times_s[variant])
-            if total_s == np.inf:
-                return None
-            forward_s = float(table.forward_s[count])
-            rooms = table.room[:, place, count]
-            found.append((forward_s, total_s - forward_s, float(rooms[variant])))
-        return found
-
-    def _uses(self, options: tuple[Option, ...]) -> FloatArray:
-        """Return [rows] what stages take of the nodes."""
-        found: FloatArray = self.stages.uses[[self.index[option] for option in options]].sum(axis=0)
-        return found
 
     def rate(self, column: Column) -> Rate | None:
         """Return the seconds and needs of a column; None if it doesn't fit."""
@@ -121,92 +98,138 @@ class ColumnTimes:
 
     def rates(self, columns: Sequence[Column]) -> list[Rate | None]:
         """Return the seconds and needs of columns; None for one that doesn't fit."""
-        new = [column for column in dict.fromkeys(columns) if column not in self._known]
-        alike: dict[int, list[tuple[Column, _Stages]]] = {}
-        for column in new:
-            stages = self._stage_times(column)
-            self._known[column] = None
-            if stages is not None:
-                alike.setdefault(len(stages), []).append((column, stages))
-        for pairs in alike.values():
-            self._time([column for column, _ in pairs], [stages for _, stages in pairs])
+        alike: dict[int, list[Column]] = {}
+        for column in dict.fromkeys(columns):
+            if column not in self._known:
+                self._known[column] = None
+                alike.setdefault(len(column.layers), []).append(column)
+        for number, group in alike.items():
+            if number <= self.stages.max_stages:
+                self._rate(group)
         return [self._known[column] for column in columns]
 
-    def _time(self, columns: Sequence[Column], stages: Sequence[_Stages]) -> None:
-        """Time columns with equally many stages."""
-        rows = np.array(stages)
-        forward_s, backward_s, rooms = rows[..., 0], rows[..., 1], rows[..., 2]
-        hops = [self.hops_s(column.options, column.inside) for column in columns]
-        there_s, back_s = np.moveaxis(np.array(hops).reshape(len(columns), -1, 2), -1, 0)
-        exchange = np.moveaxis(np.array([self._exchanges(column) for column in columns]), -1, 0)
-        work_s = forward_s, backward_s
-        slope_s, ends_s = finish_s(work_s, (there_s, back_s), exchange, self.usual)
+    def _rate(self, columns: Sequence[Column]) -> None:
+        """Rate columns with equally many stages."""
+        layers = np.array([column.layers for column in columns])
+        places, hops_s = self._together(columns)
+        index = *places[:3], layers
+        fits = np.isfinite(self.table.total_s[index]).all(axis=1)
+        slope_s, ends_s = self._finish_s(places, hops_s, layers, self.usual)
         fill_s = ends_s - slope_s * self.usual
         numbers = range(1, self.usual + 3) if self.usual <= FEW_MICROBATCHES else ()
-        early = [finish_s(work_s, (there_s, back_s), exchange, n)[1] for n in numbers]
-        for index, column in enumerate(columns):
-            self._known[column] = Rate(
-                float(slope_s[index]),
-                float(fill_s[index]),
-                tuple([float(row[index]) for row in early]),
-                uses=self.uses(column.options),
-                room=float(rooms[index].sum()),
+        early = [self._finish_s(places, hops_s, layers, number)[1] for number in numbers]
+        room = self.table.room[index].sum(axis=1)
+        is_recomputing = (self.table.levels[index] != 0).any(axis=1)
+        for i in np.flatnonzero(fits).tolist():
+            self._known[columns[i]] = Rate(
+                float(slope_s[i]),
+                float(fill_s[i]),
+                tuple([float(row[i]) for row in early]),
+                uses=self.uses(columns[i].options),
+                room=float(room[i]),
+                is_recomputing=bool(is_recomputing[i]),
             )
 
-    def _exchanges(self, column: Column) -> list[tuple[float, ...]]:
-        """Return what `_exchange` gives for each stage."""
-        devices, last = self._devices(column.options), len(column.layers) - 1
-        return [
-            self.exchange(option, count, devices[option.node_class], (index == 0, index == last))
-            for index, (option, count) in enumerate(zip(*column[:2], strict=True))
-        ]
+    def ends_s(
+        self, columns: Sequence[Column], splits: Sequence[IntArray], count: int
+    ) -> list[FloatArray]:
+        """Return when columns with equally many stages end; infinite if layers don't fit.
 
-    def _devices(self, options: Sequence[Option]) -> Counter[int]:
-        """Return a pipeline's devices of each class; none where other pipelines fill its nodes."""
-        found: Counter[int] = Counter()
-        if self.order is MappingOrder.STAGES_TOGETHER:
-            return found
-        for kind, degree in options:
-            found[kind] += degree
-        return found
+        Args:
+            columns: Columns, whose own layers are ignored.
+            splits: [splits, stages] layers that are tried for each.
+            count: Micro-batches of every pipeline.
+        """
+        numbers = [len(rows) for rows in splits]
+        places, hops_s = self._together(columns)
+        repeated = _Places._make(np.repeat(item, numbers, axis=0) for item in places)
+        layers = np.concatenate(splits)
+        _, found = self._finish_s(repeated, np.repeat(hops_s, numbers, axis=1), layers, count)
+        found[~np.isfinite(self.table.total_s[(*repeated[:3], layers)]).all(axis=1)] = np.inf
+        return np.split(found, np.cumsum(numbers)[:-1])
 
-    def _exchange(
-        self, option: Option, count: int, in_pipeline: int, ends: tuple[bool, bool]
-    ) -> tuple[float, ...]:
-        """Return seconds of a stage's exchange, and the share of them that layers hide.
+    def _together(self, columns: Sequence[Column]) -> tuple[_Places, FloatArray]:
+        """Return the places of columns' stages, and [2, columns, stages - 1] messages' seconds."""
+        rows = zip(*(self._places(column.options) for column in columns), strict=True)
+        hops_s = [self.hops_s(column.options, column.inside) for column in columns]
+        return _Places(*map(np.stack, rows)), np.stack(hops_s, axis=1)
+
+    def _finish_s(
+        self, places: _Places, hops_s: FloatArray, layers: IntArray, count: int
+    ) -> tuple[FloatArray, FloatArray]:
+        """Return [columns] slopes, and ends of so many micro-batches."""
+        index = places.end, places.option, layers
+        forward_s = self.stages.work_s[(0, *index)]
+        total_s = self.table.total_s[(*places[:3], layers)]
+        backward_s = np.where(np.isfinite(total_s), total_s - forward_s, 0.0)
+        exchange = self.exchange_s(places, layers)
+        return finish_s((forward_s, backward_s), (hops_s[0], hops_s[1]), exchange, count)
+
+    def exchange_s(self, places: _Places, layers: IntArray) -> tuple[FloatArray, ...]:
+        """Return seconds of stages' exchange and step, and the share that layers hide.
 
         They are those of the pull of one unit and of all, of the push of one and of all, and of the
         step.
         """
-        stages, layout = self.stages, self.stages.cost.layout
-        model, num = stages.cost.model, self.ownership.num_pipelines
-        shape = stages.shape(option, count, first=ends[0], last=ends[1])
-        step_s = stages.cost.update_s(shape, stages.cost.num_owned_params(shape, num))
-        hidden = 1 - 1 / (count + sum(ends))
+        cost, num = self.stages.cost, self.ownership.num_pipelines
+        model, layout = cost.model, cost.layout
+        degrees, step_s = self.stages.degrees[places.option], self.stages.step_s[places.option]
+        is_first, is_last = places.end >> 1, places.end & 1
+        ends = is_first * model.embedding_params + is_last * model.head_params
+        owned = layers * model.params_per_layer + ends - is_first * is_last * model.tied_params
+        step_s = step_s * owned / degrees / (num if layout.sharded else 1)
+        units = layers + is_first + is_last
+        hidden = 1 - 1 / np.maximum(units, 1)
         if num == 1:
-            return 0.0, 0.0, 0.0, 0.0, step_s, hidden
-        latency_s, byte_s = self.unit_s(option, in_pipeline)
-        sizes = [model.params_per_layer] * count
-        sizes += [model.embedding_params] * ends[0] + [model.head_params] * ends[1]
-        total = sum(sizes) / option.tp_degree
-        edge = (sizes[-1] if ends[0] else sizes[0]) / option.tp_degree
+            nothing = np.zeros(step_s.shape)
+            return nothing, nothing, nothing, nothing, step_s, hidden
+        # The unit at the end of a pull and at the beginning of a push.
+        edge = np.where(is_last, model.head_params, model.embedding_params)
+        edge = np.where(is_first, edge, model.params_per_layer)
         found = []
         for width in (layout.weight_bytes * layout.sharded, layout.pushed_bytes):
-            factor = 1 if layout.sharded else 2
-            found.append((latency_s + edge * width * byte_s * factor) * bool(width))
-            found.append(len(sizes) * latency_s + total * width * byte_s * factor)
+            param_s = places.byte_s / degrees * width * (1 if layout.sharded else 2)
+            latency_s = places.latency_s * bool(width)
+            found.append(latency_s + edge * param_s)
+            found += [latency_s * units + (layers * model.params_per_layer + ends) * param_s]
         return *found, step_s, hidden
 
-    def _unit_s(self, option: Option, in_pipeline: int) -> tuple[float, float]:
+    def _find_places(self, options: tuple[Option, ...]) -> _Places:
+        devices: Counter[int] = Counter()
+        if self.order is MappingOrder.PIPELINES_TOGETHER:
+            for kind, degree in options:
+                devices[kind] += degree
+        last = len(options) - 1
+        units = [self._unit_s(option, devices[option.node_class]) for option in options]
+        latency_s, byte_s = np.array(units).T
+        return _Places(
+            end=np.array([ENDS.index((i == 0, i == last)) for i in range(len(options))]),
+            option=np.array([self.stages.index[option] for option in options]),
+            position=np.arange(last, -1, -1),
+            latency_s=latency_s,
+            byte_s=byte_s,
+        )
+
+    def _uses(self, options: tuple[Option, ...]) -> FloatArray:
+        """Return [rows] how much of each row of the nodes stages use."""
+        found: FloatArray = self.stages.uses[self._places(options).option].sum(axis=0)
+        return found
+
+    def _find_unit_s(self, option: Option, in_pipeline: int) -> tuple[float, float]:
         """Return seconds of latency, and per byte of a holder's shard, to exchange with others.
 
         Pipelines whose holders share a node exchange over its own links.
+
+        Args:
+            option: Of a stage.
+            in_pipeline: Devices of its class in its pipeline, which fill nodes one after another;
+                0 where the same stages of all pipelines do.
         """
         stages, num = self.stages, self.ownership.num_pipelines
         size = max(stages.counts_of_class[option.node_class])
         inside = size // option.tp_degree
-        if self.order is MappingOrder.PIPELINES_TOGETHER:
-            # Other pipelines of the mix may be longer, so a node holds its share of all at most.
+        if in_pipeline:
+            # Other pipelines of the mix may be longer, so a node has at most its share of all.
             share = num * size / sum(stages.devices.values())
             inside = min(size // in_pipeline, max(1, round(share)))
         is_lone = sum(map(bool, stages.counts)) == 1
@@ -221,42 +244,25 @@ class ColumnTimes:
 
     def _balance(self, options: tuple[Option, ...]) -> tuple[int, ...] | None:
         """Return the layers of a pipeline's stages by Eq. 4, or None if they don't fit."""
-        tables = self._tables(options)
-        if any(place >= table.total_s.shape[1] for place, table in tables):
+        if len(options) > self.stages.max_stages:
             return None
-        rows = [table.total_s[:, place].min(axis=0) for place, table in tables]
-        return balance_layers(rows, self.stages.num_layers)
+        return balance_layers(self.stage_s(options), self.stages.num_layers)
 
-    def split_rows(self, options: tuple[Option, ...]) -> FloatArray:
-        """Return [8, stages, layers] seconds of each stage with so many layers.
-
-        They are those of a forward and of a backward, and the six of `_exchange`.
-        """
-        devices, rows = self._devices(options), []
-        for option, (place, table) in zip(options, self._tables(options), strict=True):
-            ends = place == len(options) - 1, place == 0
-            total_s = table.total_s[:, place].min(axis=0)
-            exchange = self.exchange_rows(option, devices[option.node_class], ends)
-            rows.append(np.vstack([table.forward_s, total_s - table.forward_s, exchange]))
-        return np.stack(rows, axis=1)
-
-    def _exchange_rows(
-        self, option: Option, in_pipeline: int, ends: tuple[bool, bool]
-    ) -> FloatArray:
-        """Return [6, layers] what `_exchange` gives for each number of layers."""
-        found = np.zeros((6, self.stages.num_layers + 1))
-        for count in range(1, self.stages.num_layers + 1):
-            found[:, count] = self.exchange(option, count, in_pipeline, ends)
+    def stage_s(self, options: tuple[Option, ...]) -> FloatArray:
+        """Return [stages, layers] seconds of a micro-batch; infinite where layers don't fit."""
+        found: FloatArray = self.table.total_s[self._places(options)[:3]]
         return found
 
-    def _hops_s(
-        self, options: tuple[Option, ...], placed: tuple[bool, ...] | None
-    ) -> list[tuple[float, float]]:
-        """Return the seconds of all messages of a pipeline: stages fill one node after another."""
+    def _hops_s(self, options: tuple[Option, ...], placed: tuple[bool, ...] | None) -> FloatArray:
+        """Return [2, stages - 1] seconds of all messages of a pipeline, forward and back.
+
+        Stages that aren't placed yet are assumed to fill one node after another.
+        """
         if placed is None:
             placed = self._inside(options)
         pairs = zip(itertools.pairwise(options), placed, strict=True)
-        return [self.hop_s(one, other, inside) for (one, other), inside in pairs]
+        rows = [self.hop_s(one, other, inside) for (one, other), inside in pairs]
+        return np.array(rows).reshape(-1, 2).T
 
     def _inside(self, options: tuple[Option, ...]) -> tuple[bool, ...]:
         """Return which neighbouring stages share a node if stages fill one node after another."""
@@ -299,12 +305,9 @@ class ColumnTimes:
 
     def first_s(self, option: Option) -> FloatArray:
         """Return [layers] seconds of exchange and step that end a pipeline, for its first stage."""
-        found: FloatArray = np.zeros(self.stages.num_layers + 1)
-        times_s = self.stages.times_s(option, True, False)
-        for count in range(1, self.stages.num_layers + 1):
-            pull, _, push, pushes, step, hidden = self.exchange(
-                option, count, option.tp_degree, (True, False)
-            )
-            hidden_s = times_s[1, count] * hidden
-            found[count] = pull + max(push, pushes - hidden_s) + step
+        sizes = np.arange(self.stages.num_layers + 1)
+        first = self._places((option,))._replace(end=np.array([ENDS.index((True, False))]))
+        pull, _, push, pushes, step, hidden = self.exchange_s(first, sizes)
+        backward_s = self.stages.work_s[1, first.end[0], first.option[0]]
+        found: FloatArray = pull + np.maximum(push, pushes - backward_s * hidden) + step
         return found

@@ -1,8 +1,8 @@
 """Find the fastest plans on given nodes: masters, whole mixes, placement and local search.
 
-Masters are solved for numbers of pipelines worth trying: 1, 2, 3, 4, 6 and so on, until more of
-them are worse, and then next to the best one; for the second order of placement, and for ownership
-by room, only where that makes a difference for the best number.
+Masters are solved for numbers of pipelines worth trying: 1, 2, 3, 4, 6 and so on, until larger ones
+get worse, and then around the best one. For the second order of placement, and for ownership by
+room, masters are solved only if that makes a difference for the best number.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.columns import Column
 from lightning_hetero.planner.improve import Improver
-from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.judge import Candidate, Judge, Pipeline
 from lightning_hetero.planner.master import Master, Mix
 from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import MappingOrder, Option, place, share_nodes
@@ -26,29 +26,30 @@ from lightning_hetero.simulator import CostModel, Simulation
 __all__ = ["FastestPlans", "SearchTask", "priced"]
 
 _NEAR = 1.06
-"""Masters whose T is up to this multiple of the best one's have their mixes placed."""
+"""Mixes of masters whose T is at most this multiple of the best one's are placed."""
 _NARROWED = 3
-"""Most stages that get a lower TP degree so that nodes can hold a mix."""
+"""Largest number of stages that get a lower TP degree so that nodes have room for a mix."""
 _MASTERS = 8
-"""Most masters near the best one whose mixes are used, for each ownership."""
+"""Largest number of masters near the best one whose mixes are used, for each ownership."""
 _SHIFTED = 6
-"""How many of the fastest mixes get their layers moved between stages, too."""
+"""Number of the fastest mixes that are also used with layers moved between stages."""
 _PLACED = 24
-"""How many of the mixes that are fastest by their columns' times are placed and simulated."""
+"""Number of mixes, the fastest by their columns' times, that are placed and simulated."""
 _IMPROVED = 12
-"""How many of the fastest placed plans the last local search begins from."""
+"""Number of the fastest placed plans from which the last local search begins."""
 _WORK = 5_000
 """Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
 _NUMBERS, _ALIKE = 4, 4
-"""How many numbers of pipelines get a local search of their own, and its starting plans."""
+"""Number of numbers of pipelines that get a local search of their own; and its starting plans."""
 _SIZES_KEPT = 3
-"""How many sizes of micro-batches, those best alone, may be mixed in one plan."""
+"""Number of sizes of micro-batches, the best ones alone, that may be mixed in one plan."""
 _FAR, _FAR_IN_A_ROW = 1.25, 2
-"""No more pipelines are tried once so many numbers in a row had a T of so many times the best."""
+"""More pipelines aren't tried after this many numbers in a row whose T was this multiple of the
+best."""
 _FINE = 0.03
-"""Numbers of pipelines closer to the best one than this share are not tried."""
+"""Numbers of pipelines that differ from the best one by less than this share aren't tried."""
 _SAME_ORDER = 3e-3
-"""Masters of the second order of placement are solved where T differs by at least this share."""
+"""Least share by which T must differ for masters of the second order of placement to be solved."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class FastestPlans:
     def __init__(self, task: SearchTask, stages: dict[int, Stages]) -> None:
         self.task, self.stages = task, stages
         is_free = task.options.objective is Objective.THROUGHPUT
-        # Nodes that only own would have to be paid for as well.
+        # If the objective is cost, nodes that only own would have to be paid for as well.
         self.judge = Judge(stages, idle_may_own=is_free, equally=task.options.equal_microbatches)
         self.any_stages = next(iter(stages.values()))
         self.solved: dict[tuple[Ownership, MappingOrder], Master] = {}
@@ -111,7 +112,7 @@ class FastestPlans:
         most_work = _WORK if self.task.options.thorough else _WORK // 8
         alike: dict[int, list[Candidate]] = {}
         for item in ranked:
-            alike.setdefault(len(item.layers), []).append(item)
+            alike.setdefault(len(item), []).append(item)
         found = []
         for starts in list(alike.values())[:_NUMBERS]:
             found.append(Improver(self.judge, most_work // 4).improve(starts[:_ALIKE]))
@@ -153,9 +154,9 @@ class FastestPlans:
         return min(master.time_s for master in self.solved.values())
 
     def _follow_room(self, numbers: Sequence[int], best: int) -> None:
-        """Solve masters with owners by room for the best number, and for more than fit otherwise.
+        """Solve masters with owners by room, for the best number and those that don't fit without.
 
-        If they gain something there, for the numbers next to it, too.
+        If that helps, also for the numbers next to it.
         """
 
         def solve(number: int) -> float:
@@ -171,7 +172,7 @@ class FastestPlans:
         self._solve(min(rooms, key=rooms.__getitem__), MappingOrder.PIPELINES_TOGETHER)
 
     def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> list[int]:
-        """Try numbers of pipelines in order, until more are worse, and those around the best."""
+        """Try numbers of pipelines in order, until they get worse, and those around the best."""
         known: dict[int, float] = {}
         for number in numbers:
             known[number] = solve(number)
@@ -183,7 +184,7 @@ class FastestPlans:
         return sorted(known)
 
     def _descend(self, solve: Callable[[int], float], numbers: Sequence[int], start: int) -> None:
-        """Try the numbers on both sides of one, as long as they are better, and those between."""
+        """Try the numbers on both sides of one as long as they are better, and those between."""
         known = {start: solve(start)}
         place = numbers.index(start)
         for side in (numbers[place + 1 :], numbers[:place][::-1]):
@@ -220,9 +221,9 @@ class FastestPlans:
         return self.solved[ownership, order].time_s
 
     def _mixes(self) -> list[tuple[Master, Mix]]:
-        """Return whole mixes of the masters near the best one of each ownership, fastest first.
+        """Return the mixes of the masters near the best one of each ownership, fastest first.
 
-        With owners by room the fractional T may be far below any plan's.
+        If owners follow room, the fractional T may be far below that of any plan.
         """
         masters = [master for master in self.solved.values() if master.time_s < np.inf]
         masters.sort(key=lambda master: master.time_s)
@@ -252,7 +253,7 @@ class FastestPlans:
         return [item for item in found if self.judge.plan(item) is not None]
 
     def _candidate(self, master: Master, mix: Mix, order: MappingOrder) -> Candidate | None:
-        """Return a mix on nodes; where they can't hold it, with narrower stages."""
+        """Return a mix on nodes; if they have no room for it, with narrower stages."""
         columns = [column for column, number in mix.columns for _ in range(number)]
         kinds, counts = self.any_stages.class_of_node, self.any_stages.counts
         arrangement = place([column.options for column in columns], kinds, counts, order)
@@ -280,12 +281,8 @@ class FastestPlans:
         dealt = deal(known, sizes, total, equally=self.judge.equally)
         if dealt is None:
             return None
-        return Candidate(
-            arrangement=arrangement,
-            layers=tuple(column.layers for column in columns),
-            sizes=tuple(sizes),
-            counts=tuple(dealt),
-        )
+        rows = zip(arrangement, columns, dealt, strict=True)
+        return tuple([Pipeline(stages, c.layers, c.size, count) for stages, c, count in rows])
 
     def _narrower(
         self, master: Master, columns: list[Column]
@@ -308,11 +305,10 @@ class FastestPlans:
                     yield lost, [*columns[:index], item, *columns[index + 1 :]]
 
     def _candidate_of(self, start: ParallelPlan) -> Candidate | None:
-        """Return the plan that runs as a candidate; None if these nodes can't run it."""
+        """Return the running plan as a candidate; None if these nodes can't run it."""
         cost, usual = self.judge.cost, self.task.workload.sequences_per_microbatch
-        rows, free = [], list(self.any_stages.counts)
-        pipelines = [*map(without_chunks, start.pipelines)]
-        for pipeline in pipelines:
+        free, found = list(self.any_stages.counts), []
+        for pipeline in map(without_chunks, start.pipelines):
             stages = []
             for stage in pipeline.stages:
                 nodes = {cost.node_of_rank[r] for r in stage.ranks if r < len(cost.node_of_rank)}
@@ -321,24 +317,21 @@ class FastestPlans:
                 (node,) = nodes
                 free[node] -= stage.tp_degree
                 stages.append((node, stage.tp_degree))
-            rows.append(stages)
-        sizes = [pipeline.microbatch_size or usual for pipeline in start.pipelines]
-        counts = [pipeline.num_microbatches or 0 for pipeline in start.pipelines]
-        samples = sum(a * b for a, b in zip(sizes, counts, strict=True))
-        if min(free) < 0 or min(counts) < 1 or samples != self.task.workload.global_batch_size:
-            return None
-        options = {option for row in rows for option in self.judge.options(row)}
-        if not options <= set(self.any_stages.options):
-            return None
-        if not set(sizes) <= self.stages.keys() or start.num_layers != self.any_stages.num_layers:
-            return None
-        candidate = Candidate(
-            arrangement=tuple(map(tuple, rows)),
-            layers=tuple(tuple(len(s.layers) for s in p.stages) for p in pipelines),
-            sizes=tuple(sizes),
-            counts=tuple(counts),
+            layers = tuple(len(stage.layers) for stage in pipeline.stages)
+            size, count = pipeline.microbatch_size or usual, pipeline.num_microbatches or 0
+            found.append(Pipeline(tuple(stages), layers, size, count))
+        samples = sum(pipeline.size * pipeline.num_microbatches for pipeline in found)
+        options = {option for pipeline in found for option in self.judge.options(pipeline.stages)}
+        can_run = (
+            min(free) >= 0
+            and all(pipeline.num_microbatches for pipeline in found)
+            and samples == self.task.workload.global_batch_size
+            and options <= set(self.any_stages.options)
+            and {pipeline.size for pipeline in found} <= self.stages.keys()
+            and start.num_layers == self.any_stages.num_layers
         )
-        return candidate if self.judge.plan(candidate) is not None else None
+        candidate = tuple(found)
+        return candidate if can_run and self.judge.plan(candidate) is not None else None
 
 
 def _distinct(mixes: list[tuple[Master, Mix]]) -> list[tuple[Master, Mix]]:

@@ -1,8 +1,8 @@
-"""Keep owned states in host memory if a model doesn't fit on devices, for as few ranks as possible.
+"""Keep owned states in host memory if devices have no room, for as few ranks as possible.
 
-The search runs once more as if all ranks kept what they own in their hosts' memory. In the plans
-that it finds, only ranks whose devices lack room do so. Plans for samples of different lengths
-share one set of such ranks: those that lack room under any of the plans.
+The search runs once more as if all ranks kept what they own in host memory. In the plans that it
+finds, only ranks whose devices lack room do so. Plans for samples of different lengths share one
+set of such ranks: those that lack room under any of the plans.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ _GIB = 2**30
 def cost_on_hosts(cost: CostModel) -> CostModel | None:
     """Return the costs if all states are on hosts; None if no node has room, or it is already so.
 
-    Plans for these costs may keep states on hosts that have no room: see `check_hosts`.
+    Plans for these costs may assign states to hosts that have no room: see `check_hosts`.
     """
     if not cost.layout.is_owned_by_room:
         return None

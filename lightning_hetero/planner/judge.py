@@ -1,35 +1,36 @@
-"""Judge plans: their memory settled, simulated, and every one only once."""
+"""Judge plans: decide their memory, simulate each once, and remember the results."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
+from typing import NamedTuple
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.columns import ColumnTimes
-from lightning_hetero.planner.memory import idle_capacity, own_microbatches, settle_memory
-from lightning_hetero.planner.placement import Arrangement, MappingOrder, Option, to_plan
+from lightning_hetero.planner.memory import own_microbatches, settle_memory
+from lightning_hetero.planner.placement import MappingOrder, Option, PlacedStages, to_plan
 from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.simulator import CostModel, Simulation, simulate
 
-__all__ = ["Candidate", "Judge"]
+__all__ = ["Candidate", "Judge", "Pipeline"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """Placed pipelines with layers and micro-batches, before ranks and memory are settled."""
+class Pipeline(NamedTuple):
+    """A pipeline on nodes, before its ranks and memory are decided."""
 
-    arrangement: Arrangement
-    """The pipelines' stages by node."""
-    layers: tuple[tuple[int, ...], ...]
-    """[pipeline][stage] layers."""
-    sizes: tuple[int, ...]
-    """Sequences of a micro-batch of each pipeline."""
-    counts: tuple[int, ...]
-    """Micro-batches of each pipeline, at least 1."""
+    stages: PlacedStages
+    layers: tuple[int, ...]
+    """Layers of each stage; none if they are still to be chosen."""
+    size: int
+    """Sequences of a micro-batch."""
+    num_microbatches: int
+    """Number of micro-batches, at least 1; 0 stands for the average of all pipelines, if still to
+    be decided."""
+
+
+Candidate = tuple[Pipeline, ...]
+"""A plan to judge."""
 
 
 class Judge:
-    """Settles, simulates and remembers plans.
+    """Decides the memory of plans, simulates them and remembers the results.
 
     Args:
         stages: Times and memory by size of micro-batches.
@@ -47,9 +48,8 @@ class Judge:
         self.idle_may_own = idle_may_own
         self._known: dict[Candidate, tuple[ParallelPlan, Simulation] | None] = {}
         self._times: dict[tuple[int, Ownership, MappingOrder], ColumnTimes] = {}
-        self._idle_capacity = cache(partial(idle_capacity, self.cost))
         self.work_done = 0
-        """Stages simulated so far, those of plans that run alike counted once."""
+        """Number of stages simulated so far; those of plans that run alike count once."""
 
     @property
     def num_simulated(self) -> int:
@@ -63,26 +63,10 @@ class Judge:
             self._times[key] = ColumnTimes(self.stages[size], ownership, order)
         return self._times[key]
 
-    def options(self, stages: Sequence[tuple[int, int]]) -> tuple[Option, ...]:
-        """Return the options of placed stages, given as (node, devices)."""
+    def options(self, stages: PlacedStages) -> tuple[Option, ...]:
+        """Return the options of placed stages."""
         kinds = self.any_stages.class_of_node
         return tuple([Option(kinds[node], degree) for node, degree in stages])
-
-    def idle_room(self, stages: Iterable[tuple[int, int]], num_pipelines: int) -> float:
-        """Return the parameters that devices without layers have room to own, where they may.
-
-        Args:
-            stages: (node, devices) of all stages of a plan.
-            num_pipelines: Pipelines of the plan.
-        """
-        if not self.idle_may_own:
-            return 0.0
-        free = list(self.any_stages.counts)
-        for node, degree in stages:
-            free[node] -= degree
-        nodes = self.cost.cluster.nodes
-        room = self._idle_capacity
-        return sum(n * room(nodes[i].device, num_pipelines) for i, n in enumerate(free) if n)
 
     def plan(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation] | None:
         """Return the fastest plan of a candidate and its simulation; None if none fits."""
@@ -96,18 +80,14 @@ class Judge:
         return found[1].iteration_time_s if found else float("inf")
 
     def _settled(self, candidate: Candidate) -> tuple[ParallelPlan, Simulation] | None:
-        cost, workload = self.cost, self.workload
-        bare = to_plan(candidate.arrangement, candidate.layers, candidate.counts, cost.cluster)
-        if set(candidate.sizes) != {workload.sequences_per_microbatch}:
-            pipelines = tuple(
-                replace(pipeline, microbatch_size=size)
-                for pipeline, size in zip(bare.pipelines, candidate.sizes, strict=True)
-            )
-            bare = replace(bare, pipelines=pipelines)
+        stages, layers, sizes, counts = zip(*candidate, strict=True)
+        is_usual = set(sizes) == {self.workload.sequences_per_microbatch}
+        own = None if is_usual else sizes
+        bare = to_plan(stages, layers, counts, self.cost.cluster, sizes=own)
+        work = sum(len(pipeline.stages) for pipeline in {*candidate}) + len(candidate) // 2
         found = []
-        kinds = set(zip(candidate.arrangement, candidate.layers, candidate.counts, strict=True))
-        for plan in settle_memory(bare, cost, workload.microbatch, idle_may_own=self.idle_may_own):
-            self.work_done += sum(len(layers) for _, layers, _ in kinds) + len(plan.pipelines) // 2
+        for plan in settle_memory(bare, self.stages, idle_may_own=self.idle_may_own):
+            self.work_done += work
             simulation = self.simulate(plan)
             if simulation.fits:
                 found.append((plan, simulation))

@@ -1,17 +1,16 @@
 """The master: how often each pipeline runs, by column generation and HiGHS.
 
-For D pipelines at most and M micro-batches, with slope t_p, fill f_p and needs a_p of column p, the
-least T is wanted at which
+For at most D pipelines and M micro-batches, with bottleneck t_p, fill f_p and needs a_p of column
+p, it finds the least T at which
 
     maximise    Σ_p x_p·(T - f_p)/t_p
     subject to  Σ_p x_p·a_p ≤ limits of the nodes,  Σ_p x_p ≤ D,
                 Σ_p x_p·room_p + room of idle devices ≥ parameters   (ownership by room)
 
-reaches M. The value is convex in T, so Newton steps from above never pass it:
-T ← (M + Σ x_p·f_p/t_p)/(Σ x_p/t_p).
-Columns that `Pricing` finds for the duals join until none is worth more than it
-costs. Whole x_p are then chosen from the columns of the linear programme and those of least reduced
-cost, with whole micro-batches where each pipeline runs few.
+reaches M. The value is convex in T, so Newton steps from above never pass that T: T ← (M + Σ
+x_p·f_p/t_p)/(Σ x_p/t_p). Columns that `Pricing` finds for the duals are added until none is worth
+more than it costs. Whole x_p are then chosen among the columns of the linear programme and those of
+least reduced cost; pipelines that run few micro-batches are valued by whole ones.
 """
 
 import itertools
@@ -24,18 +23,18 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
-from lightning_hetero.planner.memory import idle_capacity
 from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
+from lightning_hetero.planner.splitting import best_layers
 
 __all__ = ["Master", "Mix"]
 
 _ROUNDS = 8
-"""Most rounds of pricing; masters end after 3 to 8."""
+"""Largest number of rounds of pricing; masters end after 3 to 8."""
 _EVEN = 1_000
-"""Most even pipelines in the first pool; three classes with four degrees each make 750."""
+"""Largest number of even pipelines in the first pool; three classes with four degrees make 750."""
 _ADDED = 24
-"""Most columns that join the pool in a round: about half of the levels that are priced."""
+"""Largest number of columns added in a round: about half of the levels that are priced."""
 _LACKING = 30.0
 """Penalty for lacking all room to own, in iterations: more than any pipeline is worth."""
 _ROUNDING = 1e-7
@@ -43,24 +42,24 @@ _ROUNDING = 1e-7
 _CLOSE = 2e-4
 """Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
 _PROMISING = 80
-"""How many columns of least reduced cost a master passes on to the next one."""
+"""Number of columns of least reduced cost that a master passes on to the next one."""
 _WHOLE = 200
-"""How many columns of least reduced cost the integer programme chooses among."""
+"""Number of columns of least reduced cost from which the integer programme chooses."""
 _NODES = 60
-"""Most nodes of its branch and bound: half a second."""
+"""Largest number of nodes of its branch and bound, which takes half a second."""
 _FEW_BLOCKS = 3
-"""Every order of a pipeline's blocks of equal stages is tried up to so many blocks."""
+"""Number of blocks of equal stages up to which all orders of a pipeline's blocks are tried."""
 _SHIFTED = 6
-"""How many columns of least reduced cost get their layers moved between stages."""
+"""Number of columns of least reduced cost whose layers are moved between stages."""
 _ALIKE = 3
-"""How many mixes of one column alone are added to those of branch and bound."""
+"""Number of mixes of a single column that are added to those of branch and bound."""
 _FEW = 24
-"""Pipelines of up to so many micro-batches are valued by whole ones, each 4 % or more."""
+"""Number of micro-batches up to which a pipeline is valued by whole ones, each 4 % or more."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """Columns and how often each runs."""
+    """Columns, and how often each runs."""
 
     columns: tuple[tuple[Column, int], ...]
     """Columns that run, and how many pipelines of each."""
@@ -86,15 +85,15 @@ class Master:
         self._prepare_room()
 
     def _prepare_room(self) -> None:
-        """Find what devices that run nothing own, if owners follow room."""
+        """Find how much devices that run nothing own, if owners follow room."""
         self.by_room = self.ownership.by_room
         cost, rows = self.stages.cost, self.stages.rows
         idle = [0.0] * len(rows)
         if self.by_room:
             for index, (kind, degree, _) in enumerate(rows):
                 if degree == 1:
-                    device = cost.cluster.nodes[self.stages.node_of_class[kind]].device
-                    idle[index] = idle_capacity(cost, device, self.ownership.num_pipelines)
+                    node = self.stages.node_of_class[kind]
+                    idle[index] = self.stages.idle_room(node, self.ownership.num_pipelines)
         self.idle_room = np.array(idle)
         self.needed_room = cost.model.num_params - float(self.idle_room @ self.stages.limits)
 
@@ -112,7 +111,7 @@ class Master:
         """Generate columns; return the least T of fractional pipelines, infinite if none fit.
 
         Args:
-            upper_s: Seconds beyond which nobody is interested.
+            upper_s: A solution above these seconds isn't needed.
         """
         smallest = [column for pricing in self.pricing if (column := pricing.smallest())]
         devices = [sum(option.tp_degree for option in column.options) for column in smallest]
@@ -148,10 +147,11 @@ class Master:
 
     def _guess(self) -> tuple[float, Duals]:
         """Return T and duals as if every device worked all the time at its best speed."""
-        stages, inner = self.stages, self.pricing[0].inner[0]
+        stages = self.stages
+        inner = next(iter(self.times.values())).table.total_s[0]
         sizes = np.arange(1, stages.num_layers + 1)
         size = stages.workload.sequences_per_microbatch
-        rates = size * (sizes / inner[..., 1:]).max(axis=(1, 2, 3))
+        rates = size * (sizes / inner[..., 1:]).max(axis=(1, 2))
         speed = dict.fromkeys(stages.devices, 0.0)
         for option, rate in zip(stages.options, rates.tolist(), strict=True):
             speed[option.node_class] = max(speed[option.node_class], rate / option.tp_degree)
@@ -183,7 +183,7 @@ class Master:
                 pricing.is_wide = False
 
     def _newton(self) -> Duals | None:
-        """Step T down to where the pool's columns just finish; return the duals there."""
+        """Decrease T to where the pool's columns just finish; return the duals there."""
         columns = list(self.pool)
         rates = [self.pool[column] for column in columns]
         slope = _slopes(columns, rates)
@@ -258,7 +258,7 @@ class Master:
         return [columns[i] for i in np.argsort(loss, kind="stable")[:_PROMISING].tolist()]
 
     def _reduced_cost(self, columns: Sequence[Column], duals: Duals) -> FloatArray:
-        """Return what columns cost more than they are worth, in sequences."""
+        """Return by how much columns cost more than they are worth, in sequences."""
         rates = [self.pool[column] for column in columns]
         uses = np.stack([rate.uses for rate in rates])
         fill = np.array([rate.fill_s for rate in rates])
@@ -285,7 +285,7 @@ class Master:
         return list({mix.columns: mix for mix in found}.values())
 
     def _alike(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
-        """Return the best mixes of one column: their exchange is the simplest."""
+        """Return the best mixes of one column, whose exchange is the simplest."""
         found = []
         for column, rate in zip(columns, rates, strict=True):
             used = rate.uses > 0
@@ -302,16 +302,16 @@ class Master:
         shifted = []
         for column in best:
             share = self.total / (column.size * number)
-            # Pipelines with few micro-batches have one more or less.
+            # If micro-batches are few, some pipelines run one more or less than others.
             more = (0, 1, 2) if share <= FEW_MICROBATCHES else (0,)
             shifted += [self.shift(column, max(1.0, share // 1 + n)) for n in more]
         if self.add(shifted):
             self._newton()
 
     def shifted(self, mix: Mix) -> Mix:
-        """Return a mix with layers moved between stages while its pipelines end sooner.
+        """Return a mix with layers moved between stages as long as its pipelines end sooner.
 
-        Balanced stages are not the best ones where fills are long, or links slow.
+        Balanced stages aren't the best ones if fills are long or links slow.
         """
         share = self.total / sum(n * column.size for column, n in mix.columns)
         pairs = [(self.shift(column, share), n) for column, n in mix.columns]
@@ -328,7 +328,9 @@ class Master:
         times, count = self.times[column.size], max(1, round(share))
         found = [column]
         turned = _turned(column.options)
-        every = times.splits.of([(options, None, count) for options in turned])
+        every = best_layers(
+            times, [(Column(options, (), column.size), count) for options in turned]
+        )
         for options, layers in zip(turned, every, strict=True):
             if layers:
                 found.append(column._replace(options=options, layers=layers))

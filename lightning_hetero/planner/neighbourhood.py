@@ -1,20 +1,22 @@
-"""The neighbours of a plan: it with one change.
+"""The neighbours of a plan: plans that differ from it by one change.
 
-A layer, a device, a TP degree or the size of micro-batches is another one, or two places are
-swapped. Changes to pipelines that are alike are made to one of them, and to all of them together.
+A change is a moved layer or device, another TP degree or size of micro-batches, or two places
+swapped. Changes to one of several equal pipelines are also made to all of them together.
 """
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 
-from lightning_hetero.planner.judge import Judge
+from lightning_hetero.planner.judge import Candidate, Judge, Pipeline
 from lightning_hetero.planner.placement import PlacedStages, share_nodes
 
-__all__ = ["Neighbourhood", "Pipeline"]
+__all__ = ["Neighbourhood"]
 
 _FEW_STAGES = 12
-"""In pipelines of up to so many stages a stage is moved to any place."""
+"""Number of stages up to which a stage of a pipeline is moved to any place."""
+
+_KINDS = 12
+"""Largest number of kinds of pipelines between which a micro-batch is moved."""
 
 _Pattern = tuple[tuple[int, int], ...]
 """(position of the stage whose node is used, TP degree) of every stage of a changed pipeline."""
@@ -24,15 +26,19 @@ def _placed(pattern: _Pattern, stages: PlacedStages) -> PlacedStages:
     return tuple([(stages[place][0], degree) for place, degree in pattern])
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """A pipeline whose layers may have to be chosen again."""
+def _given(pipeline: Pipeline, number: int) -> Pipeline:
+    return pipeline._replace(num_microbatches=pipeline.num_microbatches + number)
 
-    stages: PlacedStages
-    size: int
-    layers: tuple[int, ...] | None = None
-    count: int = 0
-    """Micro-batches for which layers are chosen; 0 for the average of all pipelines."""
+
+def _with(own: Candidate, changed: dict[int, PlacedStages]) -> Candidate:
+    """Return pipelines with other stages; those without any are left out."""
+    return tuple(
+        [
+            pipeline._replace(stages=changed[index], layers=()) if index in changed else pipeline
+            for index, pipeline in enumerate(own)
+            if index not in changed or changed[index]
+        ]
+    )
 
 
 class Neighbourhood:
@@ -45,74 +51,78 @@ class Neighbourhood:
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
 
-    def of(self, own: list[Pipeline]) -> Iterator[list[Pipeline]]:
-        """Yield the pipelines of each neighbour, those whose layers must be chosen with `None`."""
-        first_of: dict[Pipeline, int] = {}
-        for index, pipeline in enumerate(own):
-            first_of.setdefault(pipeline, index)
-        firsts = list(first_of.values())
+    def of(self, own: Candidate) -> Iterator[Candidate]:
+        """Yield the pipelines of each neighbour; those whose layers must be chosen have none."""
+        firsts = list({pipeline: index for index, pipeline in reversed([*enumerate(own)])}.values())
+        firsts.sort()
         free = list(self.judge.any_stages.counts)
         for pipeline in own:
             for node, degree in pipeline.stages:
                 free[node] -= degree
         yield from self._layers_moved(own, firsts)
         for index in firsts:
-            kind = self._kind(own[index])
-            like = [i for i, pipeline in enumerate(own) if self._kind(pipeline) == kind]
+            like = self._like(own, index)
             for pattern in self._patterns(own[index].stages):
                 for chosen in (like, [index]) if len(like) > 1 else (like,):
-                    yield self._with(own, {i: _placed(pattern, own[i].stages) for i in chosen})
+                    yield _with(own, {i: _placed(pattern, own[i].stages) for i in chosen})
             for stages in self._grown(own[index].stages, free):
-                yield self._with(own, {index: stages})
+                yield _with(own, {index: stages})
         yield from self._resized(own, firsts)
         yield from self._between(own, firsts)
         for node in self._distinct_nodes(free):
             for degree in self._degrees(node, free[node]):
-                yield [*own, replace(own[firsts[0]], stages=((node, degree),), layers=None)]
+                yield *own, own[0]._replace(stages=((node, degree),), layers=())
 
-    def _resized(self, own: list[Pipeline], firsts: Sequence[int]) -> Iterator[list[Pipeline]]:
+    def dealt(self, own: Candidate) -> Iterator[Candidate]:
+        """Yield other distributions: one micro-batch moves from a kind of pipelines to another.
+
+        Layers stay, or are chosen again for the new numbers.
+        """
+        kinds = {pipeline: index for index, pipeline in reversed([*enumerate(own)])}
+        for giver, taker in itertools.permutations(sorted(kinds.values())[:_KINDS], 2):
+            if own[giver].num_microbatches > 1 and own[giver].size == own[taker].size:
+                moved = list(own)
+                moved[giver] = _given(own[giver], -1)
+                moved[taker] = _given(own[taker], 1)
+                yield tuple(moved)
+                for index in (giver, taker):
+                    moved[index] = moved[index]._replace(layers=())
+                yield tuple(moved)
+
+    def _resized(self, own: Candidate, firsts: Sequence[int]) -> Iterator[Candidate]:
         """Yield plans in which a pipeline's micro-batches hold other numbers of samples."""
         for index, size in itertools.product(firsts, self.judge.stages):
             if size != own[index].size:
-                count = max(1, own[index].count * own[index].size // size)
-                other = replace(own[index], size=size, layers=None, count=count)
-                yield [*own[:index], other, *own[index + 1 :]]
+                count = max(1, own[index].num_microbatches * own[index].size // size)
+                other = own[index]._replace(size=size, layers=(), num_microbatches=count)
+                yield *own[:index], other, *own[index + 1 :]
 
-    def _with(self, own: list[Pipeline], changed: dict[int, PlacedStages]) -> list[Pipeline]:
-        """Return pipelines with other stages; those without any are left out."""
-        return [
-            replace(pipeline, stages=changed[index], layers=None) if index in changed else pipeline
-            for index, pipeline in enumerate(own)
-            if index not in changed or changed[index]
-        ]
-
-    def _layers_moved(self, own: list[Pipeline], firsts: Sequence[int]) -> Iterator[list[Pipeline]]:
-        """Yield plans with a layer moved, in one pipeline or in all that are like it."""
+    def _layers_moved(self, own: Candidate, firsts: Sequence[int]) -> Iterator[Candidate]:
+        """Yield plans with a layer moved, in one pipeline or in all equal ones."""
         for index in firsts:
-            layers = own[index].layers or ()
+            layers = own[index].layers
+            like = [i for i in self._like(own, index) if own[i].layers == layers]
             for giver, taker in itertools.permutations(range(len(layers)), 2):
                 if layers[giver] > 1 and (len(layers) <= 8 or abs(giver - taker) == 1):
                     moved = list(layers)
                     moved[giver] -= 1
                     moved[taker] += 1
-                    kind, new = self._shape(own[index]), tuple(moved)
-                    like = [i for i, p in enumerate(own) if self._shape(p) == kind]
+                    new = tuple(moved)
                     for chosen in (like, [index]) if len(like) > 1 else (like,):
-                        yield [
-                            replace(p, layers=new) if i in chosen else p for i, p in enumerate(own)
-                        ]
+                        yield tuple(
+                            [
+                                p._replace(layers=new) if i in chosen else p
+                                for i, p in enumerate(own)
+                            ]
+                        )
 
-    def _shape(self, pipeline: Pipeline) -> object:
-        return self._kind(pipeline), pipeline.layers
-
-    def _kind(self, pipeline: Pipeline) -> object:
-        """Return what pipelines have in common that differ in their nodes and layers only."""
-        kinds = self.judge.any_stages.class_of_node
-        degrees = [(kinds[node], degree) for node, degree in pipeline.stages]
-        return degrees, share_nodes(pipeline.stages), pipeline.size
+    def _like(self, own: Candidate, index: int) -> list[int]:
+        """Return the pipelines that differ from one only in their nodes, layers and counts."""
+        kinds = [(self.judge.options(p.stages), share_nodes(p.stages), p.size) for p in own]
+        return [i for i, kind in enumerate(kinds) if kind == kinds[index]]
 
     def _distinct_nodes(self, free: Sequence[int]) -> list[int]:
-        """Return nodes with free devices, one of each class and number of them."""
+        """Return nodes with free devices, one for each class and number of free devices."""
         kinds = self.judge.any_stages.class_of_node
         found: dict[tuple[int, int], int] = {}
         for node, count in enumerate(free):
@@ -128,7 +138,8 @@ class Neighbourhood:
     def _patterns(self, stages: PlacedStages) -> Iterator[_Pattern]:
         """Yield changes on a pipeline's own devices.
 
-        A stage is left out, narrower, halved or joined to the next one, or the order is another.
+        A stage is left out, made narrower, halved or joined to the next one, or stages are
+        reordered.
         """
         own = tuple((place, degree) for place, (_, degree) in enumerate(stages))
         for place, (node, degree) in enumerate(stages):
@@ -170,17 +181,17 @@ class Neighbourhood:
                 for place in range(len(stages) + 1):
                     yield (*stages[:place], (node, degree), *stages[place:])
 
-    def _between(self, own: list[Pipeline], firsts: Sequence[int]) -> Iterator[list[Pipeline]]:
+    def _between(self, own: Candidate, firsts: Sequence[int]) -> Iterator[Candidate]:
         """Yield plans with stages of two pipelines moved or swapped, or both joined."""
         for one, other in itertools.permutations(firsts, 2):
             if own[one].size != own[other].size:
                 continue
             a, b = own[one].stages, own[other].stages
             if one < other:
-                yield self._with(own, {one: a + b, other: ()})
+                yield _with(own, {one: a + b, other: ()})
                 for i, j in itertools.product(range(len(a)), range(len(b))):
                     if a[i] != b[j]:
-                        yield self._with(
+                        yield _with(
                             own,
                             {
                                 one: (*a[:i], b[j], *a[i + 1 :]),
@@ -190,12 +201,12 @@ class Neighbourhood:
             for i in range(len(a)):
                 for place in sorted({0, len(b) // 2, len(b)}):
                     rest = (*b[:place], a[i], *b[place:])
-                    yield self._with(own, {one: a[:i] + a[i + 1 :], other: rest})
+                    yield _with(own, {one: a[:i] + a[i + 1 :], other: rest})
         for index in firsts:
             stages = own[index].stages
             for place in range(1, len(stages)):
                 halves = [
-                    replace(own[index], stages=part, layers=None)
+                    own[index]._replace(stages=part, layers=())
                     for part in (stages[:place], stages[place:])
                 ]
-                yield [*own[:index], *halves, *own[index + 1 :]]
+                yield *own[:index], *halves, *own[index + 1 :]

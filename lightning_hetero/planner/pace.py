@@ -1,7 +1,7 @@
-"""When pipelines end, and how micro-batches are dealt to them so that the last one ends soonest.
+"""When pipelines end, and how to distribute micro-batches so that the last one ends soonest.
 
-K micro-batches take a pipeline `fill + slope·K` seconds. Pipelines that are alike are dealt to
-together, so thousands of them take no longer than their kinds.
+K micro-batches take a pipeline `fill + slope·K` seconds. Equal pipelines get theirs together, so
+thousands of pipelines take no longer than their kinds.
 """
 
 import heapq
@@ -16,19 +16,19 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 __all__ = ["Pace", "deal", "finish_1f1b_s", "finish_s", "steady_round_s"]
 
 _ROUNDS, _FEWEST_ROUNDS = 2, 12
-"""Rounds timed one by one, for each stage and at least; further ones take the steady seconds."""
+"""Rounds timed one by one: for each stage, and at least. Further rounds take the steady seconds."""
 
 
 @dataclass(frozen=True, eq=False)
 class Pace:
-    """When a pipeline ends, by its micro-batches."""
+    """When a pipeline ends, depending on its number of micro-batches."""
 
     slope_s: float
     """Seconds of each further micro-batch."""
     fill_s: float
     """All other seconds of an iteration."""
     early_s: tuple[float, ...] = ()
-    """Exact ends of 1, 2, ... micro-batches, where pipelines run few."""
+    """Exact ends of 1, 2, ... micro-batches, if pipelines run few."""
 
     def ends_s(self, count: int) -> float:
         """Return when so many micro-batches have ended."""
@@ -40,13 +40,13 @@ class Pace:
 def deal(
     rates: Sequence[Pace], sizes: Sequence[int], total: int, *, equally: bool = False
 ) -> list[int] | None:
-    """Return micro-batches of each pipeline so that the last one ends soonest; None if none does.
+    """Return the micro-batches of each pipeline such that the last one ends soonest, or None.
 
     Args:
         rates: Slopes and fills of the pipelines.
         sizes: Sequences of their micro-batches.
         total: Sequences of an iteration.
-        equally: Whether all get as many micro-batches, but for one more of some.
+        equally: Whether all get the same number, except that some get one more.
     """
     num = len(rates)
     if equally:
@@ -63,7 +63,7 @@ def _dealt_freely(rates: Sequence[Pace], sizes: Sequence[int], total: int) -> li
     time_s = _common_end_s({kind: len(members) for kind, members in kinds.items()}, total)
     counts, left = [0] * len(rates), total
     for (rate, size), members in kinds.items():
-        # Some too few, and the rest one after another.
+        # At first some too few, then the rest one after another.
         early = max(1, int((time_s - rate.fill_s) / rate.slope_s) - 2)
         for index in members:
             counts[index] = early
@@ -90,7 +90,7 @@ def _dealt_freely(rates: Sequence[Pace], sizes: Sequence[int], total: int) -> li
 
 
 def _common_end_s(kinds: dict[tuple[Pace, int], int], total: int) -> float:
-    """Return when all pipelines end if parts of micro-batches count, and each runs one at least."""
+    """Return when all pipelines end if micro-batches are divisible and each runs at least one."""
     busy, rest, time_s = dict(kinds), total, 0.0
     while busy:
         per_s = sum(number * size / rate.slope_s for (rate, size), number in busy.items())
@@ -131,16 +131,16 @@ def finish_s(
 
 
 def steady_round_s(work_s: FloatArray, there_s: FloatArray, back_s: FloatArray) -> FloatArray:
-    """Return by how many seconds each further one of many micro-batches delays a pipeline's end.
+    """Return by how many seconds each additional one of many micro-batches delays the end.
 
-    In 1F1B stages u to t wait for each other in a cycle: forwards from u to t, backwards from t to
-    u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest cycle
-    sets the pace, or a link that is busy for longer.
+    In 1F1B the stages u to t wait for each other in a cycle: forwards from u to t, backwards from t
+    to u, and then the forward on u of the micro-batch that comes t - u + 1 later. The slowest cycle
+    sets the pace; or a link, if it is busy for longer.
 
     Args:
         work_s: Forward and backward of each stage, [pipelines, stages].
         there_s: Messages from each stage to the next, [pipelines, stages - 1].
-        back_s: Messages back from it.
+        back_s: Messages from each stage back to the previous one.
     """
     first, last = _cycles(work_s.shape[1])
     done_s = np.pad(np.cumsum(work_s, axis=1), ((0, 0), (1, 0)))
@@ -169,7 +169,7 @@ def finish_1f1b_s(
         messages_s: Messages to the next stage, and back, [pipelines, stages - 1] each.
         start_s: When each stage may begin.
         num_microbatches: Micro-batches of every pipeline.
-        round_s: Seconds of a round in the long run, [pipelines].
+        round_s: Seconds of a round after many rounds, [pipelines].
     """
     (forward_s, backward_s), (there_s, back_s) = work_s, messages_s
     num, last = start_s.shape[0], start_s.shape[1] - 1

@@ -5,8 +5,8 @@ Devices of a node are interchangeable, so a stage is described by its node; rank
 `place` decides which node each stage of each pipeline runs on (AutoHet §III-C, Algorithm 1 line
 10). Tensor parallelism stays inside a node. One order favours data parallelism: it places the same
 stage of all pipelines together (stage by stage), so gradients stay inside nodes and activations
-cross them. The other order (pipeline by pipeline) keeps activations inside and lets gradients
-cross. Both orders are starting points that the simulator judges.
+cross between nodes. The other order (pipeline by pipeline) keeps activations inside nodes, and
+gradients cross. The simulator judges both.
 """
 
 import itertools
@@ -39,18 +39,18 @@ class Option(NamedTuple):
 PlacedStages = tuple[tuple[int, int], ...]
 """(node, TP degree) of every stage of a pipeline, first stage first."""
 Arrangement = tuple[PlacedStages, ...]
-"""All pipelines; devices that are in none of them are idle."""
+"""All pipelines; devices in none of them are idle."""
 
 
 def share_nodes(stages: PlacedStages) -> tuple[bool, ...]:
-    """Return whether each two neighbouring stages share a node."""
+    """Return for each two consecutive stages whether they share a node."""
     return tuple([one[0] == other[0] for one, other in itertools.pairwise(stages)])
 
 
 def classify_nodes(cluster: Cluster) -> tuple[int, ...]:
     """Return a class for each node; nodes of one class have equal devices and equal links.
 
-    A node with a link of its own to another node is alone in its class.
+    A node that has a special link to another node is alone in its class.
     """
     linked = {index for link in cluster.links for index in link.nodes if len(set(link.nodes)) > 1}
     inside = {link.nodes[0]: link for link in cluster.links if len(set(link.nodes)) == 1}
@@ -72,6 +72,8 @@ def to_plan(
     layers: Sequence[Sequence[int]],
     num_microbatches: Sequence[int | None],
     cluster: Cluster,
+    *,
+    sizes: Sequence[int | None] | None = None,
 ) -> ParallelPlan:
     """Assign ranks to the stages and return the plan.
 
@@ -80,6 +82,7 @@ def to_plan(
         layers: Layers of each stage, as [pipeline][stage].
         num_microbatches: Micro-batches of each pipeline; None leaves them open.
         cluster: The cluster whose nodes the arrangement names.
+        sizes: Samples of each pipeline's micro-batches; None leaves them to the workload.
     """
     free = []
     first = 0
@@ -98,13 +101,14 @@ def to_plan(
         ranks[index, stage] = tuple(range(free[node_index], stop))
         free[node_index] = stop
     pipelines = []
-    for index, (row, count) in enumerate(zip(layers, num_microbatches, strict=True)):
+    own = sizes or [None] * len(layers)
+    for index, (row, count, size) in enumerate(zip(layers, num_microbatches, own, strict=True)):
         stops = itertools.accumulate(row)
         stages = tuple(
-            StagePlan(ranks=ranks[index, stage], layers=range(stop - size, stop))
-            for stage, (size, stop) in enumerate(zip(row, stops, strict=True))
+            StagePlan(ranks=ranks[index, stage], layers=range(stop - number, stop))
+            for stage, (number, stop) in enumerate(zip(row, stops, strict=True))
         )
-        pipelines.append(PipelinePlan(stages=stages, num_microbatches=count))
+        pipelines.append(PipelinePlan(stages=stages, num_microbatches=count, microbatch_size=size))
     return ParallelPlan(pipelines=tuple(pipelines))
 
 
@@ -126,8 +130,8 @@ def place(
     """Return an arrangement of pipelines, in their order, or None if the nodes can't hold them.
 
     The widest stages come first. For STAGES_TOGETHER a stage takes the first node with room. For
-    PIPELINES_TOGETHER it stays on the node of the stage before; else it takes the node that all the
-    stages of its class which follow fill best, or the one with the most room.
+    PIPELINES_TOGETHER it stays on the node of the previous stage. If there is no room, it takes the
+    node that it and the following stages of its class fill best, or the node with the most room.
 
     Args:
         pipelines: Class of nodes and TP degree of every stage.
@@ -158,7 +162,7 @@ def _stages_together(
     placed = [[-1] * len(row) for row in pipelines]
     for p, s, kind, tp_degree in slots:
         candidates = nodes_of.get(kind, [])
-        # Nodes are filled one after the other; a full one is dropped from the front for good.
+        # Nodes are filled one after another; a full one is removed from the front for good.
         while candidates and free[candidates[0]] < 1:
             candidates.pop(0)
         chosen = next((node for node in candidates if free[node] >= tp_degree), None)

@@ -1,16 +1,17 @@
 """Price new columns: the best pipelines for given dual prices, by a shortest path.
 
-By T a pipeline finishes (T - f)/t + 1 micro-batches, with f the sum of its stages' seconds w. Given
-the duals π of the rows of nodes, μ of the number of pipelines and ρ of room to own, the reduced
-value of a column with bottleneck t is
+By time T a pipeline finishes (T - f)/t + 1 micro-batches, where f is the sum of its stages' seconds
+w. Given the dual prices π of the nodes' rows, μ of the number of pipelines and ρ of room to own,
+the reduced value of a column with bottleneck t is
 
     T/t + 1 - μ - Σ_stages (w/t + π·uses - ρ·room),    w ≤ t for every stage.
 
-For each level t the sum is least along a shortest path from (0 stages, 0 layers) to (s stages, L
-layers), which places stages from the last to the first: so each stage's position says how many
-micro-batches it holds, hence its memory and recomputation. Levels are exact seconds of some number
-of layers on some stage option. Slow links make cycles of stages wait, which no sum over stages
-says; so paths are found for several shares of links in `w ≤ t`, and valued by their exact rates.
+For each level t of the bottleneck the sum is least along a shortest path from (0 stages, 0 layers)
+to (s stages, L layers). The path places stages from the last to the first, so each stage's position
+says how many micro-batches it holds at once, hence its memory and recomputation. Levels are exact
+seconds of some number of layers on some stage option. Slow links make cycles of stages wait, which
+a sum over stages can't express; so paths are found for several shares of the links' seconds in `w ≤
+t`, and valued by their exact rates.
 """
 
 import itertools
@@ -31,40 +32,40 @@ _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of stages of the even pipelines on one class of nodes in the first pool."""
 
 _LEVELS = 16
-"""How many levels of the bottleneck are priced at once."""
+"""Number of levels of the bottleneck that are priced at once."""
 _SLOW_LINK = 0.02
-"""Waits for links are priced where a message takes more than this share of all layers' seconds."""
+"""Waits for links are priced if a message takes more than this share of all layers' seconds."""
 _OF_LENGTH = 3
-"""How many pipelines of each number of stages are added to the first pool."""
+"""Number of pipelines of each length that are added to the first pool."""
 _RAISES = 4
-"""How often a level's prices may be raised until its pipeline fits the nodes."""
+"""Number of times that a level's prices may be raised until its pipeline fits the nodes."""
 _CARRY = 0.5
-"""Share of a level's raised prices with which levels next to it begin."""
+"""Share of a level's raised prices with which neighbouring levels begin."""
 _STEP = 0.2
 """Least change of a price, as a share of the devices' average price."""
 _ENOUGH = 4
-"""Levels are not refined once so many columns improve the master."""
+"""Levels aren't refined once this many columns improve the master."""
 _LOOKS = 2
-"""How often levels are priced: all of them, then those next to the best."""
+"""Number of times that levels are priced: first all, then those next to the best."""
 _NEAREST = 5
-"""How many of the best levels have their neighbours priced."""
+"""Number of the best levels whose neighbours are priced."""
 _WAITS = (0.0, 0.5, 1.0)
-"""Shares of its links' seconds that a stage is assumed to wait for. In the slowest cycle of n
-stages each waits for (n - 1)/n of them, elsewhere for none."""
+"""Shares of its links' seconds that a stage is assumed to wait. In the slowest cycle of n stages
+each waits for (n - 1)/n of them, elsewhere for none."""
 _STALE = 3
-"""No longer pipelines are tried once so many lengths in a row were no better."""
+"""Longer pipelines aren't tried after this many lengths in a row that were no better."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Duals:
-    """Prices of what columns take, in sequences."""
+    """Dual prices of what columns use, in sequences."""
 
     rows: FloatArray
-    """[rows] of each row of nodes."""
+    """[rows] for each row of the nodes."""
     pipeline: float = 0.0
-    """Of a pipeline."""
+    """For a pipeline."""
     room: float = 0.0
-    """Of room to own a parameter."""
+    """For room to own one parameter."""
 
 
 class Pricing:
@@ -73,7 +74,7 @@ class Pricing:
     def __init__(self, times: ColumnTimes) -> None:
         self.times, self.stages = times, times.stages
         self.num_layers = self.stages.num_layers
-        options, ownership = self.stages.options, times.ownership
+        options = self.stages.options
         near = times.order is MappingOrder.PIPELINES_TOGETHER
         self.hops_s = np.array(
             [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
@@ -81,17 +82,10 @@ class Pricing:
         self.waits: tuple[float, ...] = (0.5,)
         self._wait = 0.5
         self.is_wide = False
-        """Whether the best pipelines of every number of stages are found, too."""
+        """Whether to find the best pipelines of every number of stages, too."""
 
-        def tables(first: bool, last: bool) -> tuple[FloatArray, FloatArray]:  # noqa: FBT001
-            rows = [self.stages.table(option, ownership, first, last) for option in options]
-            return np.stack([row.total_s for row in rows]), np.stack([row.room for row in rows])
-
-        # [options, variants, in flight, layers] seconds and room.
-        self.inner, self.last = tables(False, False), tables(False, True)
-        self.first, self.only = tables(True, False), tables(True, True)
         self.first_s = np.stack([times.first_s(option) for option in options])
-        fastest_s = self.inner[0][..., 1:].min()
+        fastest_s = times.table.total_s[0, ..., 1:].min()
         if self.hops_s.max(initial=0.0) > _SLOW_LINK * self.num_layers * fastest_s:
             self.waits = _WAITS
 
@@ -101,11 +95,10 @@ class Pricing:
     @cached_property
     def levels(self) -> list[FloatArray]:
         """All seconds that a stage may take for a micro-batch, for each share of its links."""
-        found = []
+        found, total_s = [], self.times.table.total_s
         for wait in self.waits:
-            links_s = wait * self.hops_s[:, None, None, None]
-            several = [(t[0] + links_s).ravel() for t in (self.inner, self.first, self.last)]
-            every = np.concatenate([*several, self.only[0].ravel()])
+            every = total_s + wait * self.hops_s[:, None, None]
+            every[3] = total_s[3]  # A lone stage sends nothing.
             found.append(np.unique(np.round(every[np.isfinite(every)], 12)))
         return found
 
@@ -114,10 +107,11 @@ class Pricing:
     ) -> list[tuple[float, Column]]:
         """Return columns that the nodes can run with a reduced value above `least`, best first.
 
-        Duals of rows with devices to spare are 0, and a pipeline may be worth more than its devices
-        cost with more of them than there are. So each level raises the prices of what its path
-        takes too much of, in steps of `floor`, until the path fits; values are by the duals alone.
-        Prices and values are in sequences, so for each micro-batch they are divided by its size.
+        Duals of rows with devices to spare are 0, so a column may seem worth more than its devices
+        although there aren't enough of them. Therefore each level raises the prices of what its
+        path uses too much of, in steps of `floor`, until the path fits; its value is that of the
+        duals alone. Prices and values are in sequences, so for each micro-batch they are divided by
+        its size.
         """
         size = self.stages.workload.sequences_per_microbatch
         own = Duals(rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size)
@@ -131,7 +125,7 @@ class Pricing:
         return [(value * size, column) for column, value in ranked if value * size > least]
 
     def _waits_in_order(self) -> list[float]:
-        """Return the shares of links to try, the one that found columns last before the others."""
+        """Return the shares of links to try, beginning with the one that found columns last."""
         return sorted(self.waits, key=lambda wait: wait != self._wait)
 
     def _find(
@@ -194,7 +188,8 @@ class Pricing:
                     values[level] = max(values[level], worth)
                     if not raised[level].any():
                         continue
-                # A subgradient step: dearer where too much is taken, cheaper where some is left.
+                # A subgradient step: raise the price where too much is used, lower it where some is
+                # left.
                 moved = np.sign(over) * _STEP + over / limits
                 raised[level] = np.maximum(raised[level] + floor * moved / (1 + attempt), 0.0)
                 left.append(level)
@@ -220,7 +215,7 @@ class Pricing:
                 exact[item] = (time_s - rate.fill_s) / rate.slope_s - needs
 
     def smallest(self) -> Column | None:
-        """Return the pipeline that takes about the fewest devices; None if no pipeline fits."""
+        """Return the pipeline that uses about the fewest devices; None if no pipeline fits."""
         level_s = max((float(every[-1]) for every in self.levels if len(every)), default=0.0)
         if not level_s:
             return None
@@ -250,22 +245,19 @@ class Pricing:
         stale = 0
         worth = time_s / levels + 1 - duals.pipeline
         for position in range(self.stages.max_stages):
-            is_last = position == 0
-            ends = self.only if is_last else self.first
-            edge = self._edge(ends, wait, position, levels, prices, duals, is_first=True)
+            edge = self._edge(2, wait, position, levels, prices, duals)
             total = paths[-1][:, ::-1] + edge.min(axis=1)
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
             best = np.where(better, value, best)
-            # Until one fits, more stages may yet.
+            # As long as none fits, more stages may help.
             stale = 0 if better.any() or np.isinf(best).all() else stale + 1
             at[better] = position
             closing.append(edge)
             values.append(value)
-            middle = self.last if is_last else self.inner
             if stale > _STALE or position + 1 >= self.stages.max_stages:
                 break
-            edge = self._edge(middle, wait, position, levels, prices, duals, is_first=False)
+            edge = self._edge(0, wait, position, levels, prices, duals)
             edges.append(edge)
             paths.append(_joined(paths[-1], edge.min(axis=1)))
             if not np.isfinite(paths[-1]).any():
@@ -278,29 +270,29 @@ class Pricing:
         columns = self._columns(paths, edges, closing, distinct)
         return [(level, column) for (level, _), column in zip(distinct, columns, strict=True)]
 
-    def _edge(  # noqa: PLR0913
+    def _edge(
         self,
-        tables: tuple[FloatArray, FloatArray],
+        end: int,
         wait: float,
         position: int,
         levels: FloatArray,
         prices: FloatArray,
         duals: Duals,
-        *,
-        is_first: bool,
     ) -> FloatArray:
-        """Return [levels, options, layers] costs of a stage at a position."""
-        links_s = self.hops_s[:, None, None] * (not is_first or position > 0)
-        position = min(position, tables[0].shape[2] - 1)
-        seconds, room = (item[:, :, position] for item in tables)
-        end_s = seconds + links_s + self.first_s[:, None] * is_first
-        cost = end_s[None] / levels[:, None, None, None] + prices[:, :, None, None]
-        cost -= duals.room * room
+        """Return [levels, options, layers] costs of a stage, a first one if `end` is 2."""
+        table, index = self.times.table, (end + (position == 0), slice(None), position)
+        seconds, is_lone = table.total_s[index], end and not position
+        links_s = self.hops_s[:, None] * (not is_lone)
+        end_s = seconds + links_s + self.first_s * bool(end)
+        cost = (
+            end_s[None] / levels[:, None, None]
+            + prices[:, :, None]
+            - duals.room * table.room[index]
+        )
         busy = seconds + wait * links_s
-        cost = np.where(busy[None] <= levels[:, None, None, None] * (1 + 1e-9), cost, np.inf)
+        cost = np.where(busy[None] <= levels[:, None, None] * (1 + 1e-9), cost, np.inf)
         cost[..., 0] = np.inf
-        least: FloatArray = cost.min(axis=2)
-        return least
+        return cost
 
     def _columns(
         self,

@@ -22,7 +22,7 @@ class PlannedCandidate:
     simulation: Simulation
     """Its simulated iteration."""
     price_per_hour: float | None
-    """Price of the nodes that it uses; None if one has none."""
+    """Price of the nodes that it uses; None if one has no price."""
 
     def score(self, objective: Objective) -> float:
         """Return an iteration's seconds, or their price if that is the objective and is known."""

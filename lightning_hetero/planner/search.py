@@ -1,9 +1,10 @@
 """Find the best plan for a cluster: columns, placed, judged and improved.
 
 1. A master for each number of pipelines worth trying says how often each column runs (`master`).
-2. Its whole numbers are placed on nodes in two orders, and simulated (`placement`, `judge`).
-3. The best plans, and the one that runs, are improved by local search (`improve`).
-4. A lower bound on every plan says how much could be left (`bound`).
+2. Its mixes of whole numbers are placed on nodes in two orders, and simulated (`placement`,
+   `judge`).
+3. The best plans, and the one that is running, are improved by local search (`improve`).
+4. A lower bound on every plan says how much better a plan could be at most (`bound`).
 """
 
 import itertools
@@ -34,11 +35,11 @@ from lightning_hetero.simulator import CostModel, RooflineCost
 __all__ = ["plan", "plan_best_size", "sizes_of"]
 
 _GRID = 64
-"""Most sets of nodes that the grid tries: enough for three classes of up to eight nodes."""
+"""Largest number of node sets that the grid tries: enough for three classes of up to 8 nodes."""
 _KEPT = 3
-"""Sets of nodes, those of the best scores, for which plans are made."""
+"""Number of node sets, those of the best scores, for which plans are made."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
-"""Sequences of a micro-batch to choose from; more only fill memory."""
+"""Numbers of sequences of a micro-batch to choose from; larger ones only fill memory."""
 
 
 def plan(  # noqa: PLR0913 - the public face
@@ -58,14 +59,14 @@ def plan(  # noqa: PLR0913 - the public face
     Args:
         cluster: The machines.
         model: The model's sizes.
-        workload: What an iteration has to do.
+        workload: The work of an iteration.
         options: How to search.
-        cost: What computing costs; the roofline of the cluster's devices if left out.
-        progress: Told what is being done.
-        start: The plan that runs; no worse plan is returned.
+        cost: The costs of computing; if left out, from the data sheets of the cluster's devices.
+        progress: Called with what is being done, and how much of it is done.
+        start: The plan that is running; no worse plan is returned.
 
     Raises:
-        PlanningError: The model fits nowhere, or an option can't be met.
+        PlanningError: The model doesn't fit under any plan, or an option can't be met.
     """
     cost = cost or RooflineCost(cluster, model)
     sizes = (workload.sequences_per_microbatch,)
@@ -81,14 +82,14 @@ def plan_best_size(
     start: ParallelPlan | None = None,
     sizes: Sequence[int] = _SIZES,
 ) -> PlanningResult:
-    """Return the best result over sizes of micro-batches, which pipelines may have unequal.
+    """Return the best result over sizes of micro-batches, which may differ between pipelines.
 
     Args:
         cost: Times and bytes on the cluster.
         workload: The iteration to plan for; its size of micro-batches is ignored.
         options: How to search.
-        progress: Told what is being done.
-        start: The plan that runs; no worse plan is returned.
+        progress: Called with what is being done, and how much of it is done.
+        start: The plan that is running; no worse plan is returned.
         sizes: Sequences of a micro-batch to choose from.
 
     Raises:
@@ -115,7 +116,7 @@ def _search(
     progress: ProgressCallback | None,
     start: ParallelPlan | None,
 ) -> PlanningResult:
-    """Search with states on devices, and on hosts where devices have no room for them."""
+    """Search with states on devices, and on hosts if devices have no room for them."""
     if options.objective is Objective.COST and cost.cluster.price_per_hour is None:
         raise PlanningError(
             "Planning for cost needs the price of every node. Give each node a price_per_hour "
@@ -129,7 +130,7 @@ def _search(
         if found is None:
             raise PlanningError(explain_no_room(cost, workload, degrees))
         return found
-    # The fastest plans may need more of a host than it has, so all of them are kept.
+    # The fastest plans may need more memory of a host than it has, so all of them are kept.
     every = replace(options, num_candidates=_ON_HOSTS)
     on_hosts = _Search(replace(task, cost=relaxed, options=every), sizes).run(None)
     try:
@@ -148,9 +149,9 @@ def _search(
 
 
 _ON_HOSTS = 1_000
-"""Most plans with states on hosts; those whose hosts lack memory are dropped afterwards."""
+"""Largest number of plans with states on hosts; those whose hosts lack memory are dropped later."""
 _HOSTS_GAP = 0.1
-"""Plans with states on hosts are searched only if others are so far above the bound."""
+"""Plans with states on hosts are searched only if the others are above the bound by this share."""
 
 
 class _Search:
@@ -171,7 +172,7 @@ class _Search:
         num_simulated = 0
         scores: list[float] = []
         for counts, least_score in self._node_sets(every):
-            # Nothing there would be among the plans that are returned.
+            # None of its plans would be among those that are returned.
             if sum(score < least_score for score in scores) >= task.options.num_candidates:
                 continue
             part = self._on(counts) if counts else FastestPlans(task, every)
@@ -197,7 +198,7 @@ class _Search:
     def _running(
         self, start: ParallelPlan, stages: dict[int, Stages]
     ) -> dict[ParallelPlan, PlannedCandidate]:
-        """Return the plan that runs, as it is, if it fits this cluster and iteration."""
+        """Return the plan that is running, as it is, if it fits this cluster and iteration."""
         judge = Judge(stages)
         workload, sizes = self.task.workload, self.sizes
         samples = sum(
@@ -242,9 +243,9 @@ class _Search:
         return self._parts[key]
 
     def _node_sets(self, every: dict[int, Stages]) -> Sequence[tuple[Sequence[int] | None, float]]:
-        """Return devices of each node that may be used, and the least score of plans on them.
+        """Return the devices of each node that may be used, and the least score of plans on them.
 
-        These are all devices, and for cost the likeliest sets.
+        These are all devices; or, if the objective is cost, the most promising sets.
         """
         if not self.is_cost:
             return [(None, 0.0)]
@@ -262,7 +263,7 @@ _Seconds = Callable[[Sequence[int]], float]
 class _NodeSets:
     """Sets of nodes that a plan for cost may use.
 
-    Nodes of a class differ in their price only, so a set is a number of nodes of each class, the
+    Nodes of a class differ only in their price, so a set is a number of nodes of each class: the
     cheapest ones.
     """
 
@@ -293,12 +294,12 @@ class _NodeSets:
         """Return the devices of each node of the best sets, and the least score of plans on them.
 
         The score is the least seconds of the master times the price. Sets are tried on a grid of
-        powers of two, then with one node more or less than the best. Where the work alone costs
-        more than the sets that are kept do, a set is passed over.
+        powers of two, then with one node more or less than the best. A set is skipped if its work
+        alone costs more than the best sets.
 
         Args:
             least_s: Returns the master's seconds.
-            work_s: Returns seconds that the work takes at least.
+            work_s: Returns a lower bound of the seconds of the work.
         """
         scores: dict[_Numbers, tuple[float, float]] = {}
 

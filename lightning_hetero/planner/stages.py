@@ -1,59 +1,142 @@
 """Times and memory of every stage that a pipeline may have, for all numbers of layers at once.
 
-A stage option is a class of nodes and a TP degree. With n layers and f micro-batches in flight its
-memory is linear in n and f (`CostModel`), so one and two layers tell the rest. It takes the least
-recomputation that fits. Levels 1 to n recompute that many layers selectively, at few seconds per
-byte; each level from n+1 to 2·n recomputes one more of them as a whole. With K, S and R the bytes,
-for all tokens in flight, of a layer that is kept, recomputed selectively and as a whole, a stage
-that exceeds its device by `over` bytes takes level ⌈over / (K - S)⌉, or
-n + ⌈(over - n·(K - S)) / (S - R)⌉. If K = S, there are whole layers only.
+A *stage option* is a class of nodes and a TP degree. Arrays are [ends, options, in flight, layers]:
+which end of its pipeline a stage is (`ENDS`), its option, the number of micro-batches that it holds
+at once (minus one), and its number of layers. Memory is linear in the last two (`CostModel`), so
+the values for one and two of each give all others.
+
+A stage uses the least recomputation that fits. Levels 1 to n recompute that many layers
+selectively, which takes few seconds per byte, if that saves memory; each further level recomputes
+one more of them as a whole.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.memory import room_to_own
 from lightning_hetero.planner.placement import Option, classify_nodes
 from lightning_hetero.planner.workload import Workload
-from lightning_hetero.simulator import CostModel, StageShape
+from lightning_hetero.simulator import CostModel, StageShape, StateLayout
 from lightning_hetero.simulator.memory import push_buffer_bytes
 
-__all__ = ["Ownership", "StageTable", "Stages"]
+__all__ = ["ENDS", "Ownership", "StageArrays", "StageTable", "Stages"]
 
 _MOST_STAGES = 64
-"""Stages of a pipeline at most: longer ones lose more to their bubbles than any memory gains."""
+"""Largest number of stages of a pipeline: longer ones lose more time to bubbles than their memory
+saves."""
+_SUM_BYTES = 4
+"""Bytes of an fp32 gradient sum on its way to the host."""
+_NEARLY = 1 - 1e-6
+"""Share of a rank's room that it may own, because shares are rounded."""
+ENDS = ((False, False), (False, True), (True, False), (True, True))
+"""Whether a stage is the first and the last one of its pipeline, by its index in arrays."""
 
 
 class Ownership(NamedTuple):
-    """What decides the bytes of states: how many pipelines there are, and who owns."""
+    """The number of pipelines and who owns, which decide the bytes of states."""
 
     num_pipelines: int
     by_room: bool = False
     """Whether ranks own as much as they have room for; otherwise holders own equal parts."""
-    recomputes_all: bool = False
-    """Whether stages recompute all layers, for the most room to own."""
 
 
 class StageTable(NamedTuple):
-    """One option's stages by recomputation, micro-batches in flight and layers.
+    """All stages under one kind of ownership, with the least recomputation that fits."""
 
-    Arrays are [variants, in flight, layers]; with holders as owners there is one variant, with the
-    least recomputation. With ownership by room further ones recompute more, for more room.
-    """
-
-    forward_s: FloatArray
-    """[layers] seconds of a micro-batch's forward."""
     total_s: FloatArray
     """Seconds of forward and backward with recomputation; infinite where the layers don't fit."""
     levels: IntArray
-    """Levels of recomputation."""
+    """Levels of recomputation; -1 where the layers don't fit."""
     room: FloatArray
-    """Parameters that all its ranks together have room to own; zeros if holders own."""
+    """Number of parameters that all its ranks together have room to own; zeros if holders own."""
+
+
+class StageArrays(NamedTuple):
+    """Seconds and bytes of some stages, as arrays of one shape; bytes are those of one rank."""
+
+    layers: IntArray
+    in_flight: IntArray
+    """Micro-batches that are held at once."""
+    work_s: FloatArray
+    """Seconds of forward and backward if nothing is recomputed."""
+    layer_s: FloatArray
+    """Seconds in which a layer is recomputed as a whole."""
+    selective_s: FloatArray
+    """The same if selectively."""
+    held: FloatArray
+    """Parameters that are computed with."""
+    owned: FloatArray
+    """Parameters that would be owned in a lone pipeline."""
+    passing: FloatArray
+    """Bytes of micro-batches if nothing is recomputed, and of frozen weights."""
+    frozen: FloatArray
+    """Bytes of frozen weights alone."""
+    room: FloatArray
+    """Bytes that weights and their gradients leave on a device."""
+    spared: FloatArray
+    """Bytes of a micro-batch that a layer saves if recomputed selectively, 0 if none."""
+    saved: FloatArray
+    """The same if as a whole."""
+
+    def at(self, index: Any) -> "StageArrays":
+        """Return those of some stages, by an index that NumPy takes."""
+        return StageArrays(*(item[index] for item in self))
+
+    @property
+    def most(self) -> IntArray:
+        """The highest levels of recomputation."""
+        found: IntArray = self.layers * (1 + (self.spared > 0))
+        return found
+
+    def recomputed(self, levels: IntArray) -> tuple[IntArray, IntArray]:
+        """Return how many layers are recomputed as a whole, and how many selectively."""
+        is_selective = self.spared > 0
+        whole = np.maximum(levels - is_selective * self.layers, 0)
+        return whole, is_selective * (np.clip(levels, 0, self.layers) - whole)
+
+    def seconds_at(self, levels: IntArray) -> FloatArray:
+        """Return the seconds of forward and backward at levels of recomputation."""
+        whole, some = self.recomputed(levels)
+        found: FloatArray = self.work_s + whole * self.layer_s + some * self.selective_s
+        return found
+
+    def passing_at(self, levels: IntArray) -> FloatArray:
+        """Return the bytes of micro-batches and frozen weights at levels of recomputation."""
+        whole, some = self.recomputed(levels)
+        # If no layer is kept, none has freed memory for the layer that is being recomputed.
+        one = np.where(some > 0, self.spared, self.saved) * (whole + some >= self.layers)
+        freed = self.in_flight * (some * self.spared + whole * self.saved)
+        found: FloatArray = self.passing - freed + one
+        return found
+
+    def least_levels(self, room: FloatArray) -> IntArray:
+        """Return the least levels at which micro-batches fit into bytes; the highest must fit."""
+        low, high = np.zeros_like(self.layers), self.most
+        while (low < high).any():
+            middle = (low + high) // 2
+            fits = self.passing_at(middle) <= room
+            low, high = np.where(fits, low, middle + 1), np.where(fits, middle, high)
+        return low
+
+    def room_to_own(self, levels: IntArray, layout: StateLayout, num_pipelines: int) -> FloatArray:
+        """Return the parameters that a rank has room to own; below 0 where it has none.
+
+        Owned states must fit beside micro-batches, and beside the buffers of a push, which grow
+        with them (`push_buffer_bytes`).
+        """
+        own, gradient, room = layout.kept_bytes, layout.pushed_bytes, self.room - self.frozen
+        # Buffers of a push are two linear pieces: up to the holder's own share, and beyond.
+        within = (room - self.held * gradient) / (own + (num_pipelines - 2) * gradient)
+        fixed = (1 - 2 / num_pipelines) * self.held * gradient
+        beyond = (room - fixed) / (own + num_pipelines * gradient)
+        beside_buffers = np.where(within > self.held / num_pipelines, beyond, within)
+        beside_passing = (self.room - self.passing_at(levels)) / own
+        found: FloatArray = np.minimum(beside_passing, beside_buffers) * _NEARLY
+        return found
 
 
 class Stages:
@@ -91,9 +174,8 @@ class Stages:
             for degree in tp_degrees
             if degree <= max(counts)
         )
-        self.devices: Counter[int] = Counter()
-        for kind, counts in self.counts_of_class.items():
-            self.devices[kind] += sum(counts)
+        self.index = {option: index for index, option in enumerate(self.options)}
+        self.devices = Counter({kind: sum(row) for kind, row in self.counts_of_class.items()})
         self.table = cache(self._table)
         self.times_s = cache(self._times_s)
 
@@ -151,120 +233,96 @@ class Stages:
             times[:, count] = self.cost.compute_s(shape, self.workload.microbatch)
         return times
 
-    def _table(
-        self,
-        option: Option,
-        ownership: Ownership,
-        first: bool,  # noqa: FBT001
-        last: bool,  # noqa: FBT001
-    ) -> StageTable:
-        """Return the table of an option as a pipeline's first or last stage, or as neither."""
-        most = 1 if last else self.max_stages
-        in_flight = np.minimum(np.arange(1, most + 1), self.workload.num_microbatches)
-        shape = self.shape(option, 1, first=first, last=last)
-        levels = self._least_levels(shape, ownership, in_flight)
-        variants = [levels]
-        sizes, selective = np.arange(self.num_layers + 1), self.cost.saves_selectively(shape)
-        if ownership.by_room:
-            for level in (sizes, 2 * sizes) if selective else (sizes,):
-                variants.append(np.where((levels >= 0) & (levels <= level), level, -1))
-        levels = np.array(variants[-1:] if ownership.recomputes_all else variants)
-        forward_s, backward_s = self.times_s(option, first, last)
-        inner_s = self.times_s(option, False, False)[0]
-        whole = np.maximum(levels - selective * sizes, 0)
-        some = selective * (np.clip(levels, 0, sizes) - whole)
-        cheap = self.cost.selective_share(shape, self.workload.microbatch)
-        again_s = inner_s * (whole + cheap * some) / np.maximum(sizes, 1)
-        total_s = np.where(levels < 0, np.inf, forward_s + backward_s + again_s)
+    @cached_property
+    def degrees(self) -> IntArray:
+        """[options] TP degrees."""
+        return np.array([option.tp_degree for option in self.options])
+
+    @cached_property
+    def step_s(self) -> FloatArray:
+        """[options] seconds of the optimizer's step for each parameter that a rank owns."""
+        shapes = [self.shape(option, 1, first=False, last=False) for option in self.options]
+        return np.array([self.cost.update_s(shape, 1.0) for shape in shapes])
+
+    @cached_property
+    def work_s(self) -> FloatArray:
+        """[2, ends, options, layers] seconds of forward and backward, nothing recomputed."""
+        every = [[self.times_s(option, *ends) for option in self.options] for ends in ENDS]
+        return np.moveaxis(np.array(every), 2, 0)
+
+    @cached_property
+    def arrays(self) -> StageArrays:
+        """Seconds and bytes of all stages."""
+        cost, tokens, sizes = self.cost, self.tokens, np.arange(self.num_layers + 1)
+        in_flight = np.arange(1, self.max_stages + 1)[:, None]
+        in_flight = np.minimum(in_flight, self.workload.num_microbatches)
+
+        def by_layers(shape: StageShape) -> list[float]:
+            """Return what is linear in layers: for passing bytes, of one and of two in flight."""
+            one, two = (cost.passing_memory(shape, n * tokens, tokens) for n in (1, 2))
+            own = cost.num_stage_params(shape), cost.num_owned_params(shape, 1)
+            return [*own, one.total, two.total, one.frozen]
+
+        def of_layer(shape: StageShape) -> list[float]:
+            kept, of_input = cost.layer_bytes(shape)
+            spared, saved = kept - cost.selective_bytes(shape), kept - of_input
+            share = cost.selective_share(shape, self.workload.microbatch) if spared > 0 else 0.0
+            return [share, cost.usable_bytes(shape.device), spared * tokens, saved * tokens]
+
+        def measure(function: Callable[[StageShape], list[float]], count: int) -> FloatArray:
+            """Return [values, ends, options, 1, 1] of stages with so many layers."""
+            rows = [
+                [function(self.shape(o, count, first=first, last=last)) for o in self.options]
+                for first, last in ENDS
+            ]
+            return np.moveaxis(np.array(rows), 2, 0)[..., None, None]
+
+        one, two = measure(by_layers, 1), measure(by_layers, 2)
+        held, owned, passing, passing_two, frozen = one + (sizes - 1) * (two - one)
+        share, usable, spared, saved = measure(of_layer, 1)
+        work_s = self.work_s[..., None, :]
+        layer_s = work_s[0, :1] / np.maximum(sizes, 1)
+        every = StageArrays(
+            layers=sizes,
+            in_flight=in_flight,
+            work_s=work_s.sum(axis=0),
+            layer_s=layer_s,
+            selective_s=share * layer_s,
+            held=held,
+            owned=owned,
+            passing=passing + (in_flight - 1) * (passing_two - passing),
+            frozen=frozen,
+            room=usable - held * (cost.layout.weight_bytes + cost.layout.summed_bytes),
+            spared=spared,
+            saved=saved,
+        )
+        return StageArrays(*np.broadcast_arrays(*every))
+
+    def idle_room(self, node: int, num_pipelines: int) -> float:
+        """Return the parameters that a device of a node has room to own if it has no layers."""
+        layout = self.cost.layout
+        per_param = layout.kept_bytes + num_pipelines * layout.pushed_bytes
+        return self.cost.usable_bytes(self.cost.cluster.nodes[node].device) / per_param * _NEARLY
+
+    def _table(self, ownership: Ownership) -> StageTable:
+        arrays, layout, number = self.arrays, self.cost.layout, ownership.num_pipelines
+        owned = arrays.owned / (number if layout.sharded else 1) * (not ownership.by_room)
+        own_room = arrays.room - owned * layout.device_kept_bytes
+        levels = np.where(arrays.passing_at(arrays.most) > own_room, -1, 0)
+        levels[1::2, :, 1:] = -1  # A last stage holds one micro-batch.
+        is_over = (levels == 0) & (arrays.passing > own_room)
+        levels[is_over] = arrays.at(is_over).least_levels(own_room[is_over])
+        if layout.sharded:
+            buffers = push_buffer_bytes(
+                arrays.held, owned, np.array(float(number)), layout.pushed_bytes
+            )
+            if not layout.device_kept_bytes:
+                # The sums of one layer at a time, on their way to the host.
+                buffers += _SUM_BYTES * np.minimum(owned, self.cost.model.params_per_layer)
+            levels[buffers + arrays.frozen > own_room] = -1
         room = np.zeros(levels.shape)
         if ownership.by_room:
-            room = self._room(shape, ownership, in_flight, whole, some)
-            total_s = np.where(room < 0, np.inf, total_s)
-        return StageTable(forward_s, total_s, levels, room)
-
-    def _least_levels(
-        self, shape: StageShape, ownership: Ownership, in_flight: IntArray
-    ) -> IntArray:
-        """Return [in flight, layers] least levels; -1 where the layers don't fit."""
-        cost, layout, sizes = self.cost, self.cost.layout, np.arange(self.num_layers + 1)
-        held, passing = self._by_layers(shape, in_flight)
-        owned = held / ownership.num_pipelines if layout.sharded else held
-        owned = np.asarray(owned * (not ownership.by_room), dtype=np.float64)
-        states = held * (layout.weight_bytes + layout.summed_bytes)
-        room = cost.usable_bytes(shape.device) - states - owned * layout.device_kept_bytes
-        kept, of_input = cost.layer_bytes(shape)
-        spared, saved = (self.tokens * (kept - s) for s in (cost.selective_bytes(shape), of_input))
-        least = _levels_that_free(passing - room, sizes, in_flight[:, None], spared, saved)
-        if layout.sharded:
-            number = np.full(held.shape, float(ownership.num_pipelines))
-            pushed = push_buffer_bytes(held, owned, number, layout.pushed_bytes)
-            least = np.where(pushed <= room, least, -1)
-        least[:, 0] = -1
-        found: IntArray = least.astype(np.int64)
-        return found
-
-    def _room(
-        self,
-        shape: StageShape,
-        ownership: Ownership,
-        in_flight: IntArray,
-        whole: IntArray,
-        some: IntArray,
-    ) -> FloatArray:
-        """Return parameters that all ranks of the stages have room to own; below 0 for none."""
-        cost, layout, sizes = self.cost, self.cost.layout, np.arange(self.num_layers + 1)
-        held, passing = self._by_layers(shape, in_flight)
-        kept, of_input = cost.layer_bytes(shape)
-        spared, saved = (self.tokens * (kept - s) for s in (cost.selective_bytes(shape), of_input))
-        # If no layer is kept, none has freed memory for the layer that is being recomputed.
-        last = np.where(whole + some < sizes, 0.0, np.where(some > 0, spared, saved))
-        freed = in_flight[:, None] * (some * spared + whole * saved) - last
-        room = cost.usable_bytes(shape.device) - held * (layout.weight_bytes + layout.summed_bytes)
-        each = room_to_own(layout, held, room, passing - freed, ownership.num_pipelines)
-        found: FloatArray = shape.tp_degree * each
-        return found
-
-    def _by_layers(self, shape: StageShape, in_flight: IntArray) -> tuple[FloatArray, FloatArray]:
-        """Return parameters [layers] and bytes of micro-batches [in flight, layers]."""
-        sizes = np.arange(self.num_layers + 1, dtype=np.float64)
-        params, passing = [], []
-        for count in (1, 2):
-            sized = shape._replace(num_layers=count)
-            one, two = (
-                self.cost.passing_memory(sized, held * self.tokens, self.tokens).total
-                for held in (1, 2)
-            )
-            params.append(self.cost.num_stage_params(sized))
-            passing.append(one + (in_flight[:, None] - 1) * (two - one))
-        return (
-            params[0] + (sizes - 1) * (params[1] - params[0]),
-            passing[0] + (sizes - 1) * (passing[1] - passing[0]),
-        )
-
-
-def _levels_that_free(
-    over: FloatArray, sizes: IntArray, in_flight: IntArray, spared: float, saved: float
-) -> FloatArray:
-    """Return the least levels that free `over` bytes, [in flight, layers]; -1 where none does.
-
-    Args:
-        over: Bytes that are lacking.
-        sizes: [layers] numbers of layers.
-        in_flight: [in flight, 1] micro-batches in flight.
-        spared: Bytes of a micro-batch that a layer saves if recomputed selectively, 0 if none.
-        saved: The same if recomputed as a whole.
-    """
-
-    def count(num_bytes: FloatArray, of_layer: float) -> FloatArray:
-        if not of_layer:
-            return np.where(num_bytes > 0, np.inf, 0.0)
-        needed: FloatArray = np.maximum(num_bytes, 0.0) / (of_layer * in_flight)
-        return np.ceil(needed * (1 - 1e-12))
-
-    # If no layer is kept, none has freed memory for the layer that is being recomputed.
-    all_whole = over - sizes * in_flight * saved + saved <= 0
-    selective = count(over, spared)
-    whole = count(over - sizes * in_flight * spared + spared, saved - spared)
-    first = sizes if spared else 0
-    highest = np.where(all_whole, first + sizes, -1)
-    return np.where(selective < sizes, selective, np.where(whole < sizes, first + whole, highest))
+            room = self.degrees[:, None, None] * arrays.room_to_own(levels, layout, number)
+            levels[room < 0] = -1
+        levels[..., 0] = -1
+        return StageTable(np.where(levels < 0, np.inf, arrays.seconds_at(levels)), levels, room)

@@ -70,7 +70,7 @@ class PlanningOptions:
     """
 
     objective: Objective = Objective.THROUGHPUT
-    """The quantity to minimise; its name will do."""
+    """The quantity to minimise; or its name."""
     equal_microbatches: bool = False
     """Give every pipeline the same number of micro-batches, as AutoHet does."""
     tp_degrees: tuple[int, ...] | None = None
@@ -78,7 +78,7 @@ class PlanningOptions:
     num_candidates: int = 5
     """How many of the best plans to return, 1 or more."""
     thorough: bool = True
-    """Whether local search may do all that it is allowed to, or an eighth of that."""
+    """Whether local search may use its whole budget, or an eighth of it."""
 
     def __post_init__(self) -> None:
         if self.objective not in list(Objective):
@@ -103,9 +103,9 @@ def _check_whole(name: str, value: object) -> None:
 def valid_tp_degrees(
     cost: CostModel, workload: Workload, options: PlanningOptions
 ) -> tuple[int, ...]:
-    """Return the TP degrees that fit into a node, divide the model and are known to the cost model.
+    """Return the TP degrees that fit into a node and the model, and that the cost model knows.
 
-    The runtime shares heads out to any degree that divides the query heads (and the MLP's width).
+    The runtime supports any degree that divides the query heads (and the MLP's width).
 
     Raises:
         PlanningError: A requested degree doesn't fit into a node or doesn't divide the heads.
@@ -128,7 +128,7 @@ def valid_tp_degrees(
 
 
 def explain_no_room(cost: CostModel, workload: Workload, tp_degrees: Sequence[int]) -> str:
-    """Return why no plan has room for the model, with the bytes and what helps."""
+    """Return why no plan has room for the model, with the numbers and what to do."""
     cluster, model = cost.cluster, cost.model
     room = sum(cost.usable_bytes(node.device) * node.count for node in cluster.nodes)
     states = float(model.num_params) * (cost.layout.weight_bytes + cost.layout.summed_bytes)
@@ -141,7 +141,7 @@ def explain_no_room(cost: CostModel, workload: Workload, tp_degrees: Sequence[in
         f"{states / 2**30:.1f} GiB, activations of {sum(workload.microbatch)} tokens a micro-batch "
         f"come on top, and {cluster.num_ranks} devices have {room / 2**30:.1f} GiB to use (TP "
         f"degrees {list(tp_degrees)}). Add devices, allow a larger TP degree, shorten the "
-        "sequences or micro-batches, or say how much host_memory_bytes every node has for states."
+        "sequences or micro-batches, or give the nodes host_memory_bytes for states."
     )
 
 

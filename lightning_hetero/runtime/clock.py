@@ -1,13 +1,13 @@
 """Measure for how long one rank computes and for how long it waits, action by action.
 
 A stage's iteration is a list of forwards and backwards. Inside and between them the rank waits for
-other ranks: for activations and their gradients, for weights, for gradients to leave, for the
+other ranks: for activations and their gradients, for weights, until gradients have left, for the
 agreement. A straggler detector needs the time without these waits (Greyhound §4), and so does the
-comparison of a plan with its prediction. On a CPU, reading a clock costs about a microsecond for
-each action. On CUDA, events are recorded on the stream and read an iteration later, when the device
-has passed them long ago, so that no host waits for its device.
+comparison of a plan with its prediction. On a CPU, reading a clock costs about a microsecond per
+action. On CUDA, events are recorded on the stream and read one iteration later, when the device has
+passed them long ago, so that no host waits for its device.
 
-Waits for messages are also recorded by peer: from them the search for a slow link starts.
+Waits for messages are also recorded by peer: the search for a slow link starts from them.
 
 `lightning_hetero.testing.EmulatedClock` replaces this clock to emulate a slower device or link. It
 overrides the methods that begin and end sections, and two methods that do nothing here.
@@ -116,7 +116,8 @@ class ComputeClock:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self.is_late = self._is_cuda
-        """Whether `last` has the times of the iteration before the last one, as on CUDA."""
+        """Whether `last` has the times of the iteration before the last one, which is so on
+        CUDA."""
         self._last: IterationTimes | None = None
         self._ended: list[_Marks] = []
         """Iterations that haven't been read yet; on CUDA the latest one can't be read yet."""
@@ -281,7 +282,7 @@ _NOT_TRACED = nullcontext()
 
 
 def is_traced() -> bool:
-    """Whether a profiler records; without one, ranges would cost as much as a small kernel."""
+    """Whether a profiler is recording; without one, ranges would cost as much as a small kernel."""
     return _profiler_enabled()
 
 

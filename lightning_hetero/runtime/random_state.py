@@ -1,12 +1,9 @@
 """Seed, save and restore the generators of torch, NumPy and Python, independently of the plan."""
 
-import ctypes
 import hashlib
 import random
 import struct
-import sys
 from collections.abc import Mapping
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +33,7 @@ def seed_of(*parts: int) -> int:
 
 
 def seeds_of(count: int, *parts: int) -> tuple[int, ...]:
-    """Return `count` such seeds, in a fraction of the time of as many calls of `seed_of`."""
+    """Return `count` such seeds, much faster than as many calls of `seed_of`."""
     text = ",".join(map(str, parts)).encode()
     drawn = struct.unpack(f">{count}Q", hashlib.shake_128(text).digest(8 * count))
     return tuple([seed >> 1 for seed in drawn])
@@ -60,7 +57,7 @@ class GlobalSeed:
     """The generators' state at the beginning of a fit, after Lightning's `reset_seed`.
 
     It is kept because a member of a run that outlives ranks begins many fits, and torch's
-    `manual_seed` takes milliseconds for each kind of device that isn't there.
+    `manual_seed` takes milliseconds for each kind of device that doesn't exist.
     """
 
     def __init__(self) -> None:
@@ -95,62 +92,6 @@ class TorchState(NamedTuple):
             torch.cuda.set_rng_state(self.cuda)
 
 
-_NumpyState = tuple[str, Any, int, int, float]
-"""As `numpy.random.get_state` returns it: kind, keys, position, has_gauss, gauss."""
-_KIND, _NUM_KEYS, _POSITION_BYTES = "MT19937", 624, 4
-_NUM_BYTES = 4 * _NUM_KEYS + _POSITION_BYTES
-
-
-def _numpy_state() -> _NumpyState:
-    """Return the state of NumPy's global generator, in a fraction of NumPy's own function's time.
-
-    That looks at the keys one by one. Here their memory is copied, whose address NumPy tells. Only
-    a draw tells whether a second normal number is kept: then the draw is that one, and the memory
-    stays as it is.
-    """
-    if not _is_memory_known():
-        told: Any = np.random.get_state()
-        return told  # type: ignore[no-any-return]
-    address = _bit_generator().ctypes.state_address
-    before = ctypes.string_at(address, _NUM_BYTES)
-    drawn = float(np.random.standard_normal())
-    has_gauss = ctypes.string_at(address, _NUM_BYTES) == before
-    keys = np.frombuffer(before, np.uint32, _NUM_KEYS)
-    position = int.from_bytes(before[-_POSITION_BYTES:], sys.byteorder)
-    state = _KIND, keys, position, int(has_gauss), drawn if has_gauss else 0.0
-    _set_numpy_state(state)
-    return state
-
-
-def _set_numpy_state(state: _NumpyState) -> None:
-    """Make NumPy's global generator as it was."""
-    kind, keys, position, has_gauss, _ = state
-    if has_gauss or kind != _KIND or not _is_memory_known():
-        np.random.set_state(state)
-        return
-    np.random.seed(0)  # Forgets a normal number that is kept.
-    memory = keys.tobytes() + position.to_bytes(_POSITION_BYTES, sys.byteorder)
-    ctypes.memmove(_bit_generator().ctypes.state_address, memory, _NUM_BYTES)
-
-
-def _bit_generator() -> Any:
-    """Return what NumPy's global functions draw from."""
-    public: Any = np.random  # Its types leave the function out.
-    return public.get_bit_generator()
-
-
-def _is_memory_known() -> bool:
-    return type(_bit_generator()) is np.random.MT19937 and _is_laid_out_as_known()
-
-
-@cache
-def _is_laid_out_as_known() -> bool:
-    """Whether the memory of NumPy's generator holds its keys and then its position."""
-    told: Any = np.random.get_state()
-    memory = told[1].tobytes() + told[2].to_bytes(_POSITION_BYTES, sys.byteorder)
-    return bool(ctypes.string_at(_bit_generator().ctypes.state_address, _NUM_BYTES) == memory)
-
-
 class RandomState(NamedTuple):
     """The states of all generators of this process, on all of its devices."""
 
@@ -164,7 +105,7 @@ class RandomState(NamedTuple):
     def now(cls) -> "RandomState":
         """Return the states as they are."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-        return cls(torch.get_rng_state(), cuda, _numpy_state(), random.getstate())
+        return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "RandomState":
@@ -186,29 +127,29 @@ class RandomState(NamedTuple):
         return state | ({"cuda": self.cuda} if self.cuda else {})
 
     def put_back(self) -> None:
-        """Restore these states; those of CUDA only if there are as many devices."""
+        """Restore these states; those of CUDA only if the number of devices is the same."""
         torch.set_rng_state(self.torch)
         if self.cuda and len(self.cuda) == torch.cuda.device_count():
             torch.cuda.set_rng_state_all(self.cuda)
-        _set_numpy_state(self.numpy)
+        np.random.set_state(self.numpy)
         random.setstate(self.python)
 
 
 class GeneratorStates:
-    """The states of all generators that `seed_everything` seeds, as they are when it is made."""
+    """The present states of all generators that `seed_everything` seeds."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), _numpy_state()
+        self._python, self._numpy = random.getstate(), np.random.get_state()
         self._torch = TorchState.now()
 
     def put_back(self) -> None:
         """Make them so again."""
         random.setstate(self._python)
-        _set_numpy_state(self._numpy)
+        np.random.set_state(self._numpy)
         self._torch.put_back()
 
     def have_changed(self) -> bool:
-        """Whether anything was drawn or seeded since."""
+        """Whether anything was drawn or seeded since then."""
         now = GeneratorStates()
         (kind, keys, *rest), (other_kind, other_keys, *others) = self._numpy, now._numpy
         same = kind == other_kind and rest == others and np.array_equal(keys, other_keys)
@@ -223,7 +164,7 @@ class GeneratorStates:
 
 
 class PreservedRandomState:
-    """A context after which torch's, NumPy's and Python's generators are as they were before it."""
+    """A context that leaves torch's, NumPy's and Python's generators as they were before it."""
 
     def __enter__(self) -> None:
         self._before = GeneratorStates()

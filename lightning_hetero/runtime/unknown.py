@@ -1,10 +1,10 @@
-"""Tensors whose values this stage can't know: what other stages compute, their weights.
+"""Tensors whose values this stage can't know: other stages' weights, and what they compute.
 
-An `Unknown` has a shape, a dtype, a device, and a description of where it comes from. Operations on
-it cost nothing and return unknown tensors, so a stage can run the user's whole step. Example: on
-the first of two stages the step computes `loss = model(x).mean()`; what layers of the second stage
-return is unknown, and so would the loss be. An operation that needs a value, such as `loss.item()`,
-is refused with an error that names the origin: made-up numbers are never used.
+An `Unknown` has a shape, a dtype, a device, and a description of its origin. Operations on it cost
+nothing and return unknown tensors, so a stage can run the user's whole step. Example: on the first
+of two stages the step computes `loss = model(x).mean()`; what the second stage's layers return is
+unknown, and so would the loss be. An operation that needs a value, such as `loss.item()`, raises an
+error that names the origin: made-up numbers are never used.
 
 Operations that draw random numbers draw as many as they would for known values, because all ranks
 of a pipeline must draw the same numbers in a step.
@@ -42,7 +42,7 @@ class Origin:
 
 
 class Unknown(Tensor):
-    """A tensor of which this stage knows all but the values."""
+    """A tensor of which this stage knows everything but the values."""
 
     origin: Origin
     sealed: str | None
@@ -139,7 +139,7 @@ class Unknown(Tensor):
         return self.refuse("Printing needs") if format_spec else repr(self)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        """Return all that is known of it."""
+        """Return everything that is known about it."""
         return f"Unknown({self.origin.what}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
@@ -189,7 +189,7 @@ def _form_of(tensor: Tensor) -> _Form:
 
 
 _MAX_FORMS = 1_000
-"""Most results that are cached for one operation."""
+"""Largest number of results that are cached for one operation."""
 
 
 def _forms_made(

@@ -1,9 +1,9 @@
-"""Time an iteration's exchange: when weights have arrived, and when gradients have.
+"""Compute when an iteration's weights have arrived, and when its gradients have.
 
-Layers go one after another in one fixed order, gradients from the last layer to the first, each as
-soon as its backward ended on all holders. Within a segment arrivals and sends are evenly spaced, so
-the queue ends at the larger of two linear cases, without a loop over layers. `unit_times` says how
-long one layer takes.
+Layers are exchanged one after another in one fixed order, gradients from the last layer to the
+first, each as soon as its backward has ended on all holders. Within a segment, arrivals and sends
+are evenly spaced. So the queue ends at the later of two times, each linear in the number of layers,
+and no loop over layers is needed. `unit_times` computes how long one layer takes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ def exchange_of(
 
     Args:
         plan: The plan.
-        kinds: Groups of pipelines that run alike; of one each if the plan has owner shares.
+        kinds: Groups of pipelines that run alike; groups of one pipeline each if the plan has owner
+            shares.
         cost: Times and bytes.
     """
     every = [[plan.pipelines[index] for index in members] for members in kinds]
@@ -76,8 +77,8 @@ class ExchangeTable:
         self, holders: Sequence[Holders], cost: CostModel, plan: ParallelPlan | None = None
     ) -> None:
         self.segments = cut_segments([entry.layers for entry in holders], cost.model)
-        self._holders = holders
-        self._cost = cost
+        nothing = [[(0.0, 0.0)] * len(holders)] * len(self.segments)
+        self._left = _left_over(holders, self.segments) if cost.layout.overlap else nothing
         equal = UnitTimes(holders, self.segments, cost)
         times: UnitTimes | OwnedTimes = equal
         self._foreign_s: tuple[list[list[float]], float] | None = None
@@ -126,18 +127,19 @@ class ExchangeTable:
         Args:
             end_s: End of each stage's last action.
             last_s: Seconds of that action, during which layers finish one by one.
-            has_work: Whether the pipeline ran any micro-batch; one that didn't only receives.
+            has_work: Whether each pipeline ran any micro-batch; one without only receives.
         """
         sent = [[0.0] * len(ends) for ends in end_s]
         received = [[0.0] * len(ends) for ends in end_s]
-        ready = _ReadyTimes(self._holders, end_s, last_s, overlap=self._cost.layout.overlap)
         workers = [index for index, work in enumerate(has_work) if work]
         # Searches spend much of their time here, so the larger of two is taken without a call.
-        for segment, push in zip(self.segments, self.push_s, strict=True):
+        every = zip(self.segments, self.push_s, self._left, strict=True)
+        for segment, push, left in every:
             units, first_ready, last_ready, last_sent = segment.num_units, 0.0, 0.0, 0.0
-            every = ready.next_units(workers, segment)
-            for index, (first, last) in zip(workers, every, strict=True):
+            for index in workers:
                 stage, seconds = segment.stages[index], push[index]
+                end, span = end_s[index][stage], last_s[index][stage]
+                first, last = end - span * left[index][0], end - span * left[index][1]
                 busy, after = sent[index][stage], last + seconds
                 queue = (busy if busy > first else first) + units * seconds
                 sent[index][stage] = end = queue if queue > after else after
@@ -162,38 +164,22 @@ class ExchangeTable:
         ]
 
 
-class _ReadyTimes:
-    """When units become ready to push: layers one by one in the last action, last layer first."""
+def _left_over(
+    holders: Sequence[Holders], segments: Sequence[Segment]
+) -> list[list[tuple[float, float]]]:
+    """Return when units become ready to push: layers one by one in the last action of a stage.
 
-    def __init__(
-        self,
-        holders: Sequence[Holders],
-        end_s: Sequence[Sequence[float]],
-        last_s: Sequence[Sequence[float]],
-        *,
-        overlap: bool,
-    ) -> None:
-        self._end_s, self._span_s, self._overlap = end_s, last_s, overlap
-        self._num_layers = [entry.layers for entry in holders]
-        self._left = [list(counts) for counts in self._num_layers]
-
-    def next_units(self, pipelines: Sequence[int], segment: Segment) -> list[tuple[float, float]]:
-        """Return for each pipeline when the first and last unit of its next segment are ready."""
-        found = []
-        for pipeline in pipelines:
-            stage = segment.stages[pipeline]
-            end = self._end_s[pipeline][stage]
-            if not self._overlap:
-                found.append((end, end))
-                continue
-            per_layer_s = self._span_s[pipeline][stage] / self._num_layers[pipeline][stage]
-            left = self._left[pipeline][stage]
+    As [segment][pipeline] shares of that action that are left then, for a segment's first unit and
+    its last. The last layer is first; the head is ready before any layer, the embedding after all.
+    """
+    left, found = [list(entry.layers) for entry in holders], []
+    for segment in segments:
+        row = []
+        for entry, counts, stage in zip(holders, left, segment.stages, strict=True):
+            first = last = counts[stage]
             if segment.is_layers:
-                last = left - segment.num_units
-                found.append((end - per_layer_s * (left - 1), end - per_layer_s * last))
-                self._left[pipeline][stage] = last
-            else:
-                # The head is ready before any layer, the embedding after all of them.
-                ready = end - per_layer_s * left
-                found.append((ready, ready))
-        return found
+                first, last = last - 1, last - segment.num_units
+                counts[stage] = last
+            row.append((first / entry.layers[stage], last / entry.layers[stage]))
+        found.append(row)
+    return found

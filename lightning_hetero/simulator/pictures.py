@@ -1,12 +1,9 @@
-"""Draw the timeline of a simulation, or write it as a Chrome trace.
+"""Draw the timeline of a simulation.
 
 The picture has one lane per stage, forwards and backwards numbered, and messages between lanes.
 Beside it, a bar per stage shows what fills its devices, stacked by term. Pipelines that differ only
 in ranks are drawn once.
 matplotlib is optional; without it a plot is refused with the command that installs it.
-
-A trace opens in https://ui.perfetto.dev or chrome://tracing. It has one process per pipeline and,
-per stage, one row for computation and one for each kind of traffic, since these overlap.
 """
 
 import math
@@ -16,15 +13,13 @@ from typing import Any, NamedTuple
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.simulator.cost import CostModel
+from lightning_hetero.simulator.memory import StageFacts
 from lightning_hetero.simulator.report import (
     TERM_NAMES,
-    StageFacts,
     alike_pipelines,
     list_indices,
     memory_terms,
     memory_unit,
-    simulated_facts,
 )
 from lightning_hetero.simulator.simulate import Event, Simulation
 
@@ -63,15 +58,12 @@ _MAX_LANES = 64
 _LEGEND_COLUMNS = 5
 
 
-def plot_timeline(
-    path: str | Path, plan: ParallelPlan, cost: CostModel, simulation: Simulation
-) -> None:
+def plot_timeline(path: str | Path, plan: ParallelPlan, simulation: Simulation) -> None:
     """Draw the timeline into a file; its suffix (.svg, .png, .pdf) says the format.
 
     Args:
         path: The file to write.
         plan: The plan that was simulated.
-        cost: The cost model of the simulation.
         simulation: Its simulation, with events recorded.
 
     Raises:
@@ -87,8 +79,7 @@ def plot_timeline(
             "pip install 'lightning-hetero[plot]'."
         ) from error
     counts = _num_microbatches(plan, simulation)
-    facts = simulated_facts(plan, cost, simulation)
-    groups = alike_pipelines(plan, facts, counts)
+    groups = alike_pipelines(plan, simulation.stages, counts)
     lanes = _lanes(plan, [members[0] for members in groups])
     height = max(lanes.values()) + 1
     figure = Figure(figsize=(_WIDTH_INCHES * 4 / 3, 1.9 + 0.36 * height), layout="constrained")
@@ -96,14 +87,14 @@ def plot_timeline(
     _draw_bars(axes, lanes, simulation)
     _draw_messages(axes, lanes, simulation)
     axes.set_yticks([position + _LANE_HEIGHT / 2 for position in lanes.values()])
-    axes.set_yticklabels([_stage_label(plan, cost, *place) for place in lanes])
+    axes.set_yticklabels([_stage_label(plan, simulation, *place) for place in lanes])
     axes.set_ylim(height, 0)
     axes.set_xlim(0, simulation.iteration_time_s)
     for members in groups:
         if (members[0], 0) in lanes:
             _head(axes, lanes[members[0], 0], members, counts[members[0]])
     _finish_axes(axes, lanes, simulation)
-    draw_memory(memory_axes, lanes, facts)
+    draw_memory(memory_axes, lanes, simulation.stages)
     num_left_out = sum(plan.pipelines[m[0]].num_stages for m in groups) - len(lanes)
     if num_left_out:
         axes.text(0, height, f"{num_left_out} more stages are not drawn", va="top", fontsize=8)
@@ -142,10 +133,10 @@ def _lanes(plan: ParallelPlan, pipelines: Sequence[int]) -> dict[tuple[int, int]
     return lanes
 
 
-def _stage_label(plan: ParallelPlan, cost: CostModel, pipeline: int, stage: int) -> str:
-    found = plan.pipelines[pipeline].stages[stage]
+def _stage_label(plan: ParallelPlan, simulation: Simulation, pipeline: int, stage: int) -> str:
+    found, known = plan.pipelines[pipeline].stages[stage], simulation.stages[pipeline][stage]
     return (
-        f"stage {stage}: {found.tp_degree} × {cost.shape_of(found).device}, "
+        f"stage {stage}: {found.tp_degree} × {known.device}, "
         f"layers {found.layers.start}-{found.layers.stop - 1}"
     )
 
@@ -245,7 +236,7 @@ def _finish_axes(axes: Any, lanes: dict[tuple[int, int], float], simulation: Sim
         axes.text(
             1.005,
             position + _LANE_HEIGHT / 2,
-            f"{simulation.stage_busy[place[0]][place[1]]:.0%}",
+            f"{simulation.stages[place[0]][place[1]].busy:.0%}",
             transform=axes.get_yaxis_transform(),
             va="center",
             fontsize=8,

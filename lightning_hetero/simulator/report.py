@@ -6,7 +6,6 @@ only in ranks share their lines.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.devices import Arithmetic
@@ -15,13 +14,12 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.recomputation import describe_recomputation
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.device_costs import ProfileCost
-from lightning_hetero.simulator.memory import MemoryTerms, reserved_bytes, usable_bytes
+from lightning_hetero.simulator.memory import MemoryTerms, StageFacts
 from lightning_hetero.simulator.simulate import Simulation
 
 __all__ = [
     "TERM_NAMES",
     "PlanTable",
-    "StageFacts",
     "alike_pipelines",
     "bound_line",
     "devices_line",
@@ -34,7 +32,6 @@ __all__ = [
     "plan_table",
     "precision_notes",
     "prediction_lines",
-    "simulated_facts",
     "tuning_notes",
 ]
 
@@ -53,36 +50,6 @@ TERM_NAMES = {
     "reserved": "context and slack",
 }
 """Terms of a device's memory and their names in tables and pictures."""
-
-
-class StageFacts(NamedTuple):
-    """Device, memory and load of one stage; None where unknown."""
-
-    device: str
-    """The type of its devices, the slowest if they differ."""
-    memory: MemoryTerms | None = None
-    """The bytes that each of its ranks needs, by terms."""
-    device_bytes: float | None = None
-    """All memory of its device."""
-    busy: float | None = None
-    """Share of the iteration in which it computes, 0 to 1."""
-    host_bytes: float = 0.0
-    """The bytes of its owned states that each of its ranks keeps on its host."""
-
-    @property
-    def used_bytes(self) -> float | None:
-        """Memory that each of its ranks needs."""
-        return None if self.memory is None else self.memory.total
-
-    @property
-    def reserved_bytes(self) -> float | None:
-        """Memory of its device that no plan fills."""
-        return None if self.device_bytes is None else reserved_bytes(self.device_bytes)
-
-    @property
-    def usable_bytes(self) -> float | None:
-        """Memory of its device that a plan may fill."""
-        return None if self.device_bytes is None else usable_bytes(self.device_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,25 +136,6 @@ def memory_unit(facts: Sequence[Sequence[StageFacts]]) -> tuple[str, int]:
     return ("GiB", _GIB) if most >= 0.1 * _GIB else ("MiB", _MIB)
 
 
-def simulated_facts(
-    plan: ParallelPlan, cost: CostModel, simulation: Simulation
-) -> list[list[StageFacts]]:
-    """Return the facts of every stage of a simulated plan, as [pipeline][stage]."""
-    return [
-        [
-            StageFacts(
-                device=(device := cost.shape_of(stage).device),
-                memory=simulation.stage_memory[p][s],
-                device_bytes=cost.device(device).memory_bytes,
-                busy=simulation.stage_busy[p][s],
-                host_bytes=max(simulation.host_bytes[rank] for rank in stage.ranks),
-            )
-            for s, stage in enumerate(pipeline.stages)
-        ]
-        for p, pipeline in enumerate(plan.pipelines)
-    ]
-
-
 def prediction_lines(simulation: Simulation, num_tokens: int) -> list[str]:
     """Return the time of an iteration of `num_tokens` tokens, and the throughput."""
     time_s = simulation.iteration_time_s
@@ -220,8 +168,8 @@ def _recomputation_lines(plan: ParallelPlan, simulation: Simulation) -> list[str
     if not simulation.recompute_s:
         return []
     stages: dict[tuple[int, ...], list[int]] = {}
-    for pipeline, row in enumerate(simulation.stage_recompute_s):
-        again = tuple(stage for stage, seconds in enumerate(row) if seconds)
+    for pipeline, row in enumerate(simulation.stages):
+        again = tuple(stage for stage, known in enumerate(row) if known.recompute_s)
         if again:
             stages.setdefault(again, []).append(pipeline)
     places = []

@@ -1,8 +1,8 @@
-"""Predict one iteration of a plan: the discrete-event simulator that finally ranks plans.
+"""Predict one iteration of a plan by a discrete-event simulation.
 
-An iteration is pull → the schedule of every pipeline, 1F1B or given lists of actions → push →
-optimizer step, as the runtime does it. Pulls overlap with the warm-up bubble, pushes with the last
-backward and the cool-down bubble.
+An iteration is pull → the schedule of every pipeline (1F1B, or given lists of actions) → push →
+optimizer step, in the order in which the runtime runs it. Pulls overlap with the warm-up bubble,
+pushes with the last backward and the cool-down bubble.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from lightning_hetero.core.places import stages_by_worker
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.exchange import exchange_of
-from lightning_hetero.simulator.memory import MemoryTerms, MicroBatchShape
+from lightning_hetero.simulator.memory import MicroBatchShape, StageFacts
 from lightning_hetero.simulator.propagate import Orders, Timeline, propagate
 from lightning_hetero.simulator.work import PipelineWork
 
@@ -28,8 +28,9 @@ class Event:
     pipeline_index: int
     stage_index: int
     kind: str
-    """Compute is "F", "B" (or "I" and "W" if that is split) or "step"; a message to the next stage
-    "SF", to the previous "SB"; the exposed exchange "pull" or "push"."""
+    """Computation: "F", "B" (or "I" and "W" if backwards are split) or "step". A message to the
+    next stage is "SF", one to the previous stage "SB". Exchange that nothing hides: "pull",
+    "push"."""
     microbatch_index: int
     """The micro-batch; -1 for exchange and step, which belong to none."""
     start_s: float
@@ -42,18 +43,12 @@ class Simulation:
 
     iteration_time_s: float
     """Seconds from the first pull to the end of the last optimizer step."""
-    stage_busy: tuple[tuple[float, ...], ...]
-    """[pipeline][stage] share of the iteration that the stage's ranks spent computing, 0 to 1."""
-    stage_memory: tuple[tuple[MemoryTerms, ...], ...]
-    """[pipeline][stage] peak of each of the stage's ranks, by terms."""
-    stage_usable_bytes: tuple[tuple[float, ...], ...]
-    """[pipeline][stage] bytes of each rank's device that a plan may fill."""
+    stages: tuple[tuple[StageFacts, ...], ...]
+    """[pipeline][stage] device, peak of memory of each rank, load and recomputation."""
     memory_bytes: tuple[float, ...]
     """Peak bytes per global rank; for idle ranks, what they own by the plan's owner shares."""
     host_bytes: tuple[float, ...]
     """Bytes of owned states on the host per global rank."""
-    stage_recompute_s: tuple[tuple[float, ...], ...]
-    """[pipeline][stage] seconds of recomputation, part of its computation."""
     exchange_s: float
     """Exposed seconds of pull, push and optimizer step: those not hidden behind a forward or
     backward."""
@@ -61,14 +56,14 @@ class Simulation:
     """Seconds of the longest optimizer step of a stage. May be more than `exchange_s`: if that
     stage has ended before others, their backward hides part of its step."""
     bottleneck: str
-    """The limiting stage or exchange, in words."""
+    """The stage, or the exchange, that takes longest, in words."""
     events: tuple[Event, ...] = ()
-    """Everything that happened, if it was recorded."""
+    """All events; empty unless recorded."""
 
     @property
     def recompute_s(self) -> float:
         """The most seconds in which any stage recomputes activations."""
-        return max(map(max, self.stage_recompute_s))
+        return max(known.recompute_s for row in self.stages for known in row)
 
     @property
     def fits(self) -> bool:
@@ -81,18 +76,19 @@ class Simulation:
 
         Planner, command line and reports use this to decide whether a plan fits.
         """
-        rows = zip(self.stage_memory_bytes, self.stage_usable_bytes, strict=True)
+        # Pipelines that run alike share a row.
+        rows = {id(row): [known.lacking_bytes for known in row] for row in self.stages}
         return {
-            (p, s): needed - usable
-            for p, row in enumerate(rows)
-            for s, (needed, usable) in enumerate(zip(*row, strict=True))
-            if needed > usable
+            (p, s): lacking
+            for p, row in enumerate(self.stages)
+            for s, lacking in enumerate(rows[id(row)])
+            if lacking > 0
         }
 
     @property
     def stage_memory_bytes(self) -> tuple[tuple[float, ...], ...]:
         """[pipeline][stage] peak bytes of each of the stage's ranks."""
-        return tuple(tuple(memory.total for memory in row) for row in self.stage_memory)
+        return tuple(tuple(known.used_bytes or 0.0 for known in row) for row in self.stages)
 
     def tokens_per_s(self, num_tokens: int) -> float:
         """Return the throughput, given the tokens of the iteration."""
@@ -177,21 +173,19 @@ def simulate(
     first_s = min(row[0] for row in itertools.compress(pulled, has_work))
     last_s = max(map(max, itertools.compress(computed, has_work)))
     exchange_s = iteration_s - last_s + first_s
-    busy = [tuple([seconds / iteration_s for seconds in line.busy_s]) for line in timelines]
-    every_work = [works[kind] for kind in kind_of]
-    every_busy = tuple([busy[kind] for kind in kind_of])
-    every_memory = tuple([work.memory for work in every_work])
+    facts = [
+        work.facts([seconds / iteration_s for seconds in line.busy_s])
+        for work, line in zip(works, timelines, strict=True)
+    ]
+    stages = tuple([facts[kind] for kind in kind_of])
     return Simulation(
         iteration_time_s=iteration_s,
-        stage_busy=every_busy,
-        stage_memory=every_memory,
-        stage_usable_bytes=tuple([work.usable_bytes for work in every_work]),
-        memory_bytes=_rank_memory(plan, cost, every_memory),
+        stages=stages,
+        memory_bytes=_rank_memory(plan, cost, stages),
         host_bytes=host_bytes(plan, cost),
-        stage_recompute_s=tuple([work.recompute_s for work in every_work]),
         exchange_s=exchange_s,
         step_s=max(map(max, steps)),
-        bottleneck=_bottleneck(plan, cost, every_busy, exchange_s / iteration_s),
+        bottleneck=_bottleneck(plan, stages, exchange_s / iteration_s),
         events=_events(kind_of, timelines, pulled, pushed, stepped) if record_events else (),
     )
 
@@ -220,8 +214,8 @@ def _alike(
     orders: Sequence[Orders | None],
 ) -> tuple[list[list[int]], list[int]]:
     """Return groups of pipelines that run alike on the same nodes, and each pipeline's group."""
-    # Rings follow the plan's order of ranks, which matters if links differ. With owner shares,
-    # each rank may own another share.
+    # The order of a ring is the plan's order of ranks, which matters if links differ. With owner
+    # shares, each rank may own another share.
     is_ordered = bool(cost.special_links) and not cost.layout.sharded
     is_ordered |= plan.owner_shares is not None
     kinds: dict[object, list[int]] = {}
@@ -291,14 +285,14 @@ def host_bytes(plan: ParallelPlan, cost: CostModel) -> tuple[float, ...]:
 
 
 def _rank_memory(
-    plan: ParallelPlan, cost: CostModel, memory: Sequence[Sequence[MemoryTerms]]
+    plan: ParallelPlan, cost: CostModel, stages: Sequence[Sequence[StageFacts]]
 ) -> tuple[float, ...]:
     per_rank = [
         cost.idle_bytes(plan, rank) if plan.owner_shares and not plan.place(rank) else 0.0
         for rank in range(len(cost.node_of_rank))
     ]
-    totals = {id(row): [terms.total for terms in row] for row in memory}
-    for pipeline, row in zip(plan.pipelines, memory, strict=True):
+    totals = {id(row): [known.used_bytes or 0.0 for known in row] for row in stages}
+    for pipeline, row in zip(plan.pipelines, stages, strict=True):
         for stage, total in zip(pipeline.stages, totals[id(row)], strict=True):
             for rank in stage.ranks:
                 per_rank[rank] = total
@@ -306,17 +300,19 @@ def _rank_memory(
 
 
 def _bottleneck(
-    plan: ParallelPlan, cost: CostModel, busy: Sequence[Sequence[float]], exchange_share: float
+    plan: ParallelPlan, stages: Sequence[Sequence[StageFacts]], exchange_share: float
 ) -> str:
     # Rounded, so that the first of equally busy stages is named.
-    share, pipeline_index, stage_index = max(
-        (round(share, 9), -p, -s) for p, row in enumerate(busy) for s, share in enumerate(row)
+    share, pipeline, stage = max(
+        (round(known.busy or 0.0, 9), -p, -s)
+        for p, row in enumerate(stages)
+        for s, known in enumerate(row)
     )
     if exchange_share > share:
         return f"weight and gradient exchange ({exchange_share:.0%} of the iteration)"
-    shape = cost.shape_of(plan.pipelines[-pipeline_index].stages[-stage_index])
-    where = f"pipeline {-pipeline_index} stage {-stage_index}"
-    return f"{where} ({shape.tp_degree} × {shape.device}, busy {share:.0%})"
+    tp_degree = plan.pipelines[-pipeline].stages[-stage].tp_degree
+    devices = f"{tp_degree} × {stages[-pipeline][-stage].device}"
+    return f"pipeline {-pipeline} stage {-stage} ({devices}, busy {share:.0%})"
 
 
 def _events(

@@ -15,8 +15,8 @@ PRECISIONS = {
     "16-true": (Arithmetic.FP16, 2, 4, 2, 8),
     "32-true": (Arithmetic.FP32, 4, 4, 4, 16),
 }
-"""The format that matrix products are computed in, and the bytes per parameter of weights, of
-summed gradients, of masters, and of all an owner keeps."""
+"""For each precision: the format of matrix products, and the bytes per parameter of weights, of
+summed gradients, of masters, and of everything that an owner keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,15 @@ class StateLayout:
     owned_bytes: int = 16
     """Master weight, two Adam moments and summed gradient in fp32, bytes per owned parameter."""
     activation_factor: float = 1.0
-    """Factor on the predicted bytes of micro-batches; above 1 if a run has needed more."""
+    """Factor on the predicted bytes of micro-batches; above 1 if a run has needed more than
+    predicted."""
     selective: bool = True
     """Whether layers may keep matrix products and attention alone; compiled ones can't."""
     host_owned: bool = False
     """Whether every rank keeps what it owns in its host's memory."""
     sharded: bool = True
-    """Whether the holders of a layer share ownership; otherwise each owns all it holds, gradients
-    are all-reduced around a ring and no weights are pulled."""
+    """Whether the holders of a layer share ownership; if not, each owns everything that it holds,
+    gradients are all-reduced around a ring and no weights are pulled."""
     exchange: ExchangeKind = ExchangeKind.AUTO
     """How holders that share ownership exchange; see `simulator.exchange`."""
     redundancy: int = 0
@@ -52,7 +53,7 @@ class StateLayout:
     """Whether gradients leave layer by layer during the last backward, or all after it."""
     blocking_messages: bool = False
     """Whether both stages stand still while an activation travels, as in frameworks that send and
-    receive on the stream that computes."""
+    receive on the computing stream."""
 
     @property
     def computes_in(self) -> Arithmetic:

@@ -1,4 +1,4 @@
-"""What one pipeline runs in an iteration: its stages, and the seconds and bytes of its actions.
+"""The work of one pipeline in an iteration: its stages, and its actions' seconds and bytes.
 
 Stages with a budget of activations recompute in each micro-batch as many layers as a real iteration
 does: both call `core.recomputation.fewest_recomputed`, with the same tokens and schedule.
@@ -23,6 +23,7 @@ from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import (
     MemoryTerms,
     MicroBatchShape,
+    StageFacts,
     held_tokens,
     in_flight_tokens,
 )
@@ -76,7 +77,7 @@ class PipelineWork:
         self._recomputed: dict[int, Sequence[int]] = {}
         """For each stage with a budget, the layers that it recomputes in each micro-batch."""
         self._peak_bytes: dict[int, float] = {}
-        """For each stage with a budget, the most bytes of its layers' activations."""
+        """For each stage with a budget, the peak bytes of its layers' activations."""
         for number, stage in enumerate(self._stages):
             if stage.activation_budget_bytes is not None and microbatches:
                 self._keep_within(number, stage.activation_budget_bytes)
@@ -124,10 +125,16 @@ class PipelineWork:
             for index in range(len(self.shapes))
         )
 
-    @cached_property
-    def usable_bytes(self) -> tuple[float, ...]:
-        """Memory of each stage's devices that a plan may fill."""
-        return tuple([self._cost.usable_bytes(shape.device) for shape in self.shapes])
+    def facts(self, busy: Sequence[float]) -> tuple[StageFacts, ...]:
+        """Return the facts of each stage, given the share of the iteration in which it computes."""
+        cost, names = self._cost, [shape.device for shape in self.shapes]
+        columns = zip(names, self.memory, busy, self.recompute_s, strict=True)
+        return tuple(
+            [
+                StageFacts(name, memory, cost.device(name).memory_bytes, share, again_s)
+                for name, memory, share, again_s in columns
+            ]
+        )
 
     @cached_property
     def memory(self) -> tuple[MemoryTerms, ...]:
@@ -154,7 +161,7 @@ class PipelineWork:
         )
 
     def _held_tokens(self, index: int) -> int:
-        """Return the tokens in flight on a stage when its ranks hold most."""
+        """Return the tokens in flight on a stage when its ranks hold the most."""
         if self.orders is not None:
             layers = {stage: len(self._stages[stage].layers) for stage in self._chunks[index]}
             order = self.orders[self.workers[index]]

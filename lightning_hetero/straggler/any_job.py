@@ -2,18 +2,19 @@
 
 Each file belongs to one rank. Its kind is recognised by its content:
 
-- a list of iteration times in seconds (one a line, or the last column of CSV), as `record` writes;
+- a list of iteration times in seconds (one per line, or the last column of CSV), as `record`
+  writes;
 - a torch profiler's trace (`export_chrome_trace`, `.json` or `.json.gz`): complete events named
-  `nccl:`, `gloo:`, `mpi:`, `record_param_comms` or `c10d::`. One call shows up under several of
-  these names, so only the family found first in that order is taken;
-- a dump of NCCL's flight recorder (`TORCH_NCCL_TRACE_BUFFER_SIZE`, `TORCH_FR_BUFFER_SIZE`), JSON
-  or pickle. A pickle may hold plain dicts, lists, strings and numbers only: anything that names a
-  class or function is refused before it could run.
+  `nccl:`, `gloo:`, `mpi:`, `record_param_comms` or `c10d::`. One call appears under several of
+  these names, so only the family that is found first in that order counts;
+- a dump of NCCL's flight recorder (`TORCH_NCCL_TRACE_BUFFER_SIZE`, `TORCH_FR_BUFFER_SIZE`), JSON or
+  pickle. A pickle may contain plain dicts, lists, strings and numbers only: anything that names a
+  class or function is refused before it can run.
 
 Training repeats the same operations, so the first lag at which their autocorrelation reaches 0.95
 is the number of operations in an iteration (Greyhound). Operations are categories (name, size,
-group), so the autocorrelation is that of their one-hot codes: the share of operations that equal
-the one `lag` later, corrected for chance. Lags are computed all at once by FFT.
+group), so their autocorrelation is that of their one-hot codes: the share of operations that equal
+the operation `lag` places later, corrected for chance. All lags are computed at once by FFT.
 """
 
 import gzip
@@ -43,7 +44,7 @@ _LEAST_CORRELATION = 0.95
 _MOST_KINDS = 64
 _FAMILIES = (("nccl:", "gloo:", "mpi:", "ucc:"), ("record_param_comms",), ("c10d::",))
 _Op = tuple[float, str]
-"""An operation's start in seconds, and what tells it from others: name, size, group."""
+"""An operation's start in seconds, and its category: name, size, group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +101,7 @@ def _read(path: str | Path) -> bytes:
 
 
 def _listed(content: bytes, path: str | Path) -> IterationTimes:
-    """Return the numbers of a text: one a line, or the last of each line of CSV."""
+    """Return the numbers in a text: one per line, or the last of each line of CSV."""
     times_s: list[float] = []
     lines = content.decode("utf-8", errors="replace").splitlines()
     for number, line in enumerate(lines, start=1):
@@ -199,11 +200,11 @@ def _kind(name: Any, entry: Any, keys: Sequence[str]) -> str:
 
 
 def _periodic(ops: Sequence[_Op], path: str | Path) -> IterationTimes:
-    """Return the iterations of operations that repeat, but for some of start-up or validation."""
+    """Return the iterations of operations that repeat, except for start-up and validations."""
     ops = sorted(ops)
     kinds = Counter(kind for _, kind in ops).most_common(_MOST_KINDS - 1)
     number = {kind: i for i, (kind, _) in enumerate(kinds)}
-    # Rare kinds share a number.
+    # Rare categories share a number.
     codes = np.array([number.get(kind, len(number)) for _, kind in ops], np.int64)
     correlations = _autocorrelation(codes) if len(codes) >= 2 * _FEWEST else np.zeros(1)
     good = np.flatnonzero(correlations[1:] >= _LEAST_CORRELATION)
@@ -234,15 +235,15 @@ def _autocorrelation(codes: IntArray) -> FloatArray:
         seen = np.concatenate(([0.0], np.cumsum(present)))
         chance += seen[overlap] * (seen[-1] - seen[lags]) / overlap**2
     spread = 1.0 - chance
-    # A stream of one kind repeats with every operation.
+    # In a sequence of one category every operation is a repetition.
     return np.where(spread > 1e-9, (share - chance) / np.maximum(spread, 1e-9), 1.0)
 
 
 def _starts(codes: IntArray, lag: int) -> list[int]:
-    """Return where iterations start: at a kind that occurs once in each iteration, if there is one.
+    """Return where iterations start: at a category that occurs once in each, if there is one.
 
-    Following one kind keeps step after operations that don't belong (a validation, a log); without
-    such a kind every `lag`-th operation is a start.
+    Following one category stays in step if other operations intervene (a validation, a log).
+    Without such a category every `lag`-th operation is a start.
     """
     num_iterations = len(codes) / lag
     once = [
@@ -251,6 +252,6 @@ def _starts(codes: IntArray, lag: int) -> list[int]:
         if abs(count - num_iterations) <= 0.1 * num_iterations
     ]
     if once:
-        # Of the kinds that occur once, the one that is first in the stream.
+        # Of the categories that occur once, the one that comes first.
         return np.flatnonzero(codes == codes[min(once)]).tolist()
     return list(range(len(codes) % lag, len(codes), lag))

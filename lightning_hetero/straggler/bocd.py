@@ -1,7 +1,8 @@
-"""Decide when the iteration time has changed for good, from the stream of iteration times alone.
+"""Detect lasting changes of the iteration time, from the sequence of iteration times alone.
 
-Greyhound's BOCD+V: Bayesian online change-point detection (Adams and MacKay) proposes a change, a
-verification accepts it. Values are taken as logarithms, so a change is a ratio at any scale.
+Greyhound's BOCD+V: Bayesian online change-point detection (Adams and MacKay) proposes a change, and
+a verification accepts or rejects it. It uses logarithms of the values, so a change is a ratio at
+any scale.
 
 A hypothesis says "the current run began r values ago". Before every value a new run begins with a
 constant probability, the hazard. The posterior over r follows from how well each hypothesis
@@ -22,9 +23,10 @@ absolute deviation of the values before, ρ is their lag-1 correlation. From few
 be estimated well, as in Student's t: hence the last factor. It is left out for changes by half or
 more: noise that looks like one is rarer than such a fault.
 
-A run is a burst and no level if it has almost as many values on the old side as on the new one, or
-if its first values differ. A change that isn't accepted is tried again with each further value
-while its run is short. Thresholds called tuned were tuned on other seeds than figures are from.
+A run is a burst, not a level, if almost as many of its values are on the old side as on the new
+one, or if its first values differ. A change that isn't accepted is verified again with each further
+value as long as its run is short. Thresholds called tuned were tuned on other seeds than those of
+the published figures.
 """
 
 import math
@@ -42,38 +44,43 @@ __all__ = ["BocdDetector", "ChangeKind", "ChangePoint"]
 _LEAST_SHIFT = math.log1p(0.10)
 """Least difference of two levels' logarithms that counts: 10 % (Greyhound)."""
 _LEAST_SEEN = 0.95 * _LEAST_SHIFT
-"""A change of 10 % is as likely to look like 9.5 % as like 10.5 %."""
+"""A change of 10 % looks as likely like one of 9.5 % as like one of 10.5 %."""
 _CHANGE_PROBABILITY = 0.9
 """Least probability of a short run (Greyhound)."""
 _HAZARD = 1e-3
-"""One change in 1,000 iterations; tuned, insensitive."""
+"""Probability of a change: one in 1,000 iterations; tuned, insensitive."""
 _MIN_RUN = 4
-"""Up to 3 slow iterations (a checkpoint, a validation) are no level."""
+"""Least number of values of a level: up to 3 slow iterations may be a checkpoint or a
+validation."""
 _LONGEST_SHORT_RUN = 40
-"""In the worst noise, a change of 10 % takes up to 40 values to verify."""
+"""Number of values up to which a run is short: with the worst noise, a change of 10 % takes up to
+40 to verify."""
 _MIN_HISTORY, _WARMUP = 8, 30
-"""First iterations are slow: no change counts before 8, no fall is reported before 30."""
+"""First iterations are slow: no change counts before value 8, no fall is reported before 30."""
 _HISTORY = 200
-"""Values of the old level to compare with; a slower drift than this is followed silently."""
+"""Number of old values to compare with; a drift slower than this is followed without a report."""
 _LEAST_SIGNIFICANCE = 6.5
 """Tuned: at 6 noise is reported, at 7 faults are missed."""
 _RECENT = 50
-"""Small steps and drift add up over 200 values, hardly over 50."""
+"""Number of newest old values that a change must differ from, too: small steps and drift add up
+over 200 values, but hardly over 50."""
 _AGREEING = 8.0
-"""Standard deviations within which the first values of a level agree."""
+"""Number of standard deviations within which the first values of a level agree."""
 _DEFAULT_SCALE, _LEAST_SCALE = 0.03, 0.002
-"""Noise where too few values tell it (0.5 % to 5 % are usual), and that of an even stream."""
+"""The noise to assume for few values (0.5 % to 5 % are usual), and the least noise of all."""
 _SCALE_EVERY = 32
 """Number of values between two estimates of the noise."""
 _NORMAL_MAD = 1.4826
 """Standard deviation of normal values over their median absolute deviation."""
 _FEW, _DOUBTFUL = 8, 16.0
-"""Fewer values don't tell their own spread; number at which the error doubles. Tuned."""
+"""Number of values from which their own spread is used, and number at which the error doubles.
+Tuned."""
 _LARGE = math.log(1.5)
 _LEAST_CORRELATED, _HIGHEST_CORRELATION = 32, 0.9
-"""Fewest values that tell a correlation; a higher one is drift, which would hide every change."""
+"""Least number of values for a correlation; a higher correlation is drift, which would hide all
+changes."""
 _WARMUP_DEVIATIONS, _LEAST_WARMUP_SCALE = 5.0, 0.005
-"""A first iteration that exceeds the later ones by more standard deviations is warm-up."""
+"""A first iteration that exceeds later ones by more standard deviations than this is warm-up."""
 _PRIOR_ALPHA = 2.0
 """A new run's variance counts as known from four values, the fewest that give it a finite mean."""
 _PRIOR_MEAN_SD = 1.0
@@ -91,7 +98,7 @@ class ChangeKind(StrEnum):
     RECOVERY = "recovery"
     """The level fell after a slowdown: the cause ended or eased."""
     IMPROVEMENT = "improvement"
-    """The level fell below the healthy one: nothing to mend."""
+    """The level fell below the healthy one: nothing needs to be done."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,15 +117,15 @@ class ChangePoint:
 
     @property
     def ratio(self) -> float:
-        """The level after over that before."""
+        """The level after the change divided by that before."""
         return self.after / self.before
 
 
 class BocdDetector:
-    """Tells onset and end of a slowdown in a stream of times, or of observed/predicted ratios.
+    """Detects the begin and end of a slowdown in times, or in observed/predicted ratios.
 
-    `update` is called once per iteration, in order. It is pure Python and NumPy, communicates with
-    nobody and needs no clock, so any rank may run it on any stream.
+    `update` is called once per iteration, in order. It is pure Python and NumPy, doesn't
+    communicate and needs no clock, so any rank may run it on any sequence.
     """
 
     def __init__(self) -> None:
@@ -127,7 +134,7 @@ class BocdDetector:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all levels, as after a change of the model or data; steps are counted on."""
+        """Forget all levels, as after a change of the model or data; steps are still counted."""
         self._logs: list[float] = []
         self._steps: list[int] = []
         self._num_values = 0
@@ -141,10 +148,10 @@ class BocdDetector:
         self._last_rose = False
 
     def update(self, value: float, step: int | None = None) -> ChangePoint | None:
-        """Take in the value of the next iteration; return the change it completes, if any.
+        """Process the value of the next iteration; return the change it completes, or None.
 
-        A value that is no positive finite number (a failed measurement, a clock set back) is
-        counted as a step and otherwise ignored.
+        A value that isn't a positive finite number (a failed measurement, a clock that was set
+        back) counts as a step and is otherwise ignored.
 
         Args:
             value: Time of the iteration, or any other positive level.
@@ -176,10 +183,10 @@ class BocdDetector:
                 self._posterior.set_prior(level=median(recent), scale=self._scale)
 
     def _level_logs(self, *, num_newer: int = 0) -> Sequence[float]:
-        """Return the kept values of the present level without its newest, oldest first.
+        """Return the known values of the present level without its newest ones, oldest first.
 
-        While the first level is short, slow first iterations are left out: they would count as its
-        noise.
+        While the first level is short, slow first iterations are left out, because they would count
+        as its noise.
         """
         end = len(self._logs) - num_newer
         logs = self._logs[-self._num_in_regime : end][-_HISTORY:]
@@ -192,7 +199,7 @@ class BocdDetector:
         if num_before < 1:
             return None
         recent, after = self._level_logs(num_newer=run), self._logs[-run:]
-        # A level that has returned after a fault is compared with its older values, too.
+        # If a level has returned after a fault, its older values count, too.
         before = [*self._old_logs, *recent][-_HISTORY:]
         if not self._differs(before, after):
             return None
@@ -200,7 +207,7 @@ class BocdDetector:
         too_early = self._in_first_regime and (
             num_before < _MIN_RUN or self._num_values - run < _MIN_HISTORY
         )
-        # Then the present level begins at the run, without a report.
+        # In that case the present level begins with this run, and nothing is reported.
         if too_early or self._is_still_unfolding(shift, num_before):
             self._num_in_regime = run
             return None
@@ -216,11 +223,12 @@ class BocdDetector:
         """Tell whether the levels differ by enough, and by more than noise explains."""
         before_log, after_log = median(before), median(after)
         rises = after_log > before_log
-        # Small steps and drift add up over a long memory: the change itself must be as large.
+        # Small steps and drift add up over a long time: the change itself must be large.
         shift = after_log - median(before[-_RECENT:])
         is_large = min(abs(after_log - before_log), shift if rises else -shift) >= _LEAST_SEEN
         if self._healthy_log is not None and not rises:
-            # What rose by 10 % must be able to fall, though noise makes it look like 8 %.
+            # A level that rose by 10 % must be able to fall again, even if noise makes it look like
+            # 8 %.
             is_large = is_large or after_log <= 0.5 * (self._healthy_log + before_log)
         if not is_large or self._is_burst(after, 0.5 * (before_log + after_log), rises=rises):
             return False
@@ -233,10 +241,10 @@ class BocdDetector:
         return _significance(before, after, scale=scale, noise=noise) >= _LEAST_SIGNIFICANCE
 
     def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
-        """Tell whether a run may be just outliers and the values between them.
+        """Tell whether a run may be only outliers and values between them.
 
-        Each value on the old side cancels one on the new side, and while a run is short, enough of
-        its values must agree: spikes differ in height, and so does a level that still rises.
+        Each value on the old side cancels one on the new side. While a run is short, enough of its
+        values must also agree: spikes differ in height, and so does a level that is still rising.
         """
         num_beyond = sum((value > middle) == rises for value in after)
         if 2 * num_beyond - len(after) < _MIN_RUN:
@@ -277,8 +285,8 @@ class _RunLengths:
     """
 
     def __init__(self) -> None:
-        # More hypotheses than those that count as short: a change that is no longer short must have
-        # left these before it reaches the last one, which stands for all older runs.
+        # More hypotheses than those that count as short: when a change is no longer short, it must
+        # have left these before it reaches the last one, which stands for all older runs.
         max_run = _LONGEST_SHORT_RUN + 24
         self.mass: FloatArray = np.zeros(max_run + 1)
         self._stats: FloatArray = np.ones((4, max_run + 1))
@@ -292,25 +300,25 @@ class _RunLengths:
         self._stats[:] = self._prior[:, None]
 
     def set_prior(self, *, level: float, scale: float) -> None:
-        """Set what a new run is expected to look like: any level, noise of about `scale`."""
+        """Set the expectation for a new run: any level, noise of about `scale`."""
         kappa = (scale / _PRIOR_MEAN_SD) ** 2
         self._prior[:] = (level, kappa, _PRIOR_ALPHA, _PRIOR_ALPHA * scale * scale)
         self._stats[:, 0] = self._prior
 
     def observe(self, value: float) -> int:
-        """Take in one value: weigh the hypotheses by their predictions, then let them learn.
+        """Process one value: weigh the hypotheses by their predictions, then update them.
 
         Returns:
-            The likeliest length of the run, counting from 1; 0 unless it is likely to be short.
+            The most likely length of the run, counting from 1; 0 if it probably isn't short.
         """
         mean, kappa, alpha, beta = self._stats
         deviation = value - mean
         density = self._density(deviation)
         likelihood = density + _OUTLIER_DENSITY
         weight = density / likelihood
-        # A run's first value defines its level, so it can't be an outlier of that run.
+        # The first value of a run defines its level, so it can't be an outlier of the run.
         weight[0] = 1.0
-        # Mass: likelihood × old mass, a share `hazard` of it begins anew.
+        # Mass: likelihood × old mass, of which a share `hazard` begins anew.
         joint = self.mass * likelihood
         total, tail = max(float(joint.sum()), _TINY), float(joint[-1])
         self.mass[1:] = joint[:-1] * ((1.0 - _HAZARD) / total)
@@ -352,8 +360,8 @@ def _significance(
 ) -> float:
     """Return by how many standard errors the medians of two levels differ; 0 or more.
 
-    `scale` counts if `before` is too short to tell its own. `noise` are deviations of earlier
-    values from their own level: how noise is correlated depends on the machine, not on the level.
+    `scale` is used if `before` is too short for an estimate. `noise` are deviations of earlier
+    values from their own level: the correlation of noise depends on the machine, not on the level.
     """
     center = median(before)
     shift = abs(median(after) - center)
@@ -365,7 +373,7 @@ def _significance(
 
 
 def _stray(values: Sequence[float]) -> float:
-    """Return how many times farther means of these values stray than those of independent ones.
+    """Return the factor by which means of these values vary more than means of independent ones.
 
     √((1+ρ)/(1-ρ)) for autoregressive noise; ρ is its lag-1 correlation without outliers, less the
     standard error of ρ.

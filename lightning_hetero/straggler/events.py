@@ -1,8 +1,9 @@
 """The events of a watched run: typed, written to a log (`core.event_log`), and read back.
 
 A line is `{"event": "iteration", "at_s": 1732180000.25, "step": 412, ...}`; the other keys are the
-fields of that event's dataclass. Other kinds of events in the same log are skipped; lines torn by a
-crash are left out, with a warning; anything else is an error that gives its line number.
+fields of that event's dataclass. Other kinds of events in the same log are skipped; lines that are
+incomplete because of a crash are skipped with a warning; anything else is an error that gives the
+line's number.
 """
 
 from collections.abc import Sequence
@@ -48,7 +49,7 @@ class FindingKind(StrEnum):
     DEVICE = "device"
     """A rank's device: its matmul probe is slow."""
     HOST = "host"
-    """A slow rank whose device is as fast as ever: something else keeps it from computing."""
+    """A slow rank whose device is as fast as before: something else slows it down."""
     LINK = "link"
     """The link between two ranks."""
 
@@ -61,7 +62,7 @@ class Mitigation(StrEnum):
     REBALANCE = "S2"
     """Give slow pipelines fewer micro-batches."""
     REPLAN = "S2b"
-    """Cut pipelines into stages anew, by the costs that were observed."""
+    """Divide pipelines into stages anew, by the costs that were observed."""
     SWAP = "S3"
     """Swap places in the plan."""
     RESTART = "S4"
@@ -69,12 +70,12 @@ class Mitigation(StrEnum):
 
 
 class DecisionKind(StrEnum):
-    """What the caller is to do."""
+    """What the caller has to do."""
 
     KEEP = "keep"
     """Nothing changes."""
     APPLY = "apply"
-    """Take the step now, at this iteration boundary."""
+    """Take the step now, between two iterations."""
     UNDO = "undo"
     """Return to the plan without a mitigation."""
 
@@ -91,21 +92,21 @@ class IterationEvent:
 
 @readable
 class ChangeEvent:
-    """The level of a stream changed."""
+    """The level of a series of values changed."""
 
     step: int
     onset_step: int
     kind: ChangeKind
     before: float
-    """Level before, in the unit of the stream."""
+    """Level before, in the unit of the series."""
     after: float
     where: str = "the run"
-    """The stream: "the run" (time over what its work should take), "rank 3" (seconds per unit of
-    work), "the job" (seconds of an iteration of any job); or, once it is located, "pipeline 1"."""
+    """The series: "the run" (time divided by what its work should take), "rank 3" (seconds per unit
+    of work), "the job" (seconds of an iteration of any job); or, once located, "pipeline 1"."""
 
     @property
     def ratio(self) -> float:
-        """The level after over that before."""
+        """The level after the change divided by that before."""
         return self.after / self.before
 
     def __str__(self) -> str:
@@ -125,7 +126,7 @@ class Finding:
     ranks: tuple[int, ...]
     """The rank, or the two ranks of a link."""
     ratio: float
-    """Its time over the median of its peers; a link's over what it should take."""
+    """Its time divided by the median of its peers; a link's, divided by its expected time."""
     step: int = 0
     """The step after which it was found."""
 
@@ -180,14 +181,14 @@ _NAMES: dict[str, type[Event]] = {
 
 
 def to_entry(event: Event) -> dict[str, Any]:
-    """Return an event's name and fields as a log's line holds them (`append_event`)."""
+    """Return an event's name and fields as a line of the log has them (`append_event`)."""
     name = next(name for name, kind in _NAMES.items() if isinstance(event, kind))
     known = {key: value for key, value in asdict(event).items() if value is not None}
     return {"event": name, **known}
 
 
 def read_events(path: str | Path) -> tuple[Event, ...]:
-    """Return the events of a log in order: of `StragglerMonitor`'s own or of a `RunLog`.
+    """Return the events of a log in order: a log of `StragglerMonitor` or of `RunLog`.
 
     Raises:
         ConfigurationError: The file can't be read, or a line isn't an event; the message names it.
@@ -214,7 +215,7 @@ def read_events(path: str | Path) -> tuple[Event, ...]:
 def format_message(
     change: ChangeEvent, findings: Sequence[Finding] = (), action: ActionEvent | None = None
 ) -> str:
-    """Return the one line a user reads about a change, its cause and what was done.
+    """Return the one line for users about a change, its cause and what was done.
 
     `step 412: pipeline 1 slowed 1.8× (since step 405): rank 3 computes 1.9× slower than its peers;
     S2 moved 5 of 32 micro-batches away, iteration 1.80 s → 1.14 s`

@@ -1,10 +1,10 @@
-"""Find what is slow: suspect ranks and links by the run's own times, then probe the suspects.
+"""Find what is slow: suspect ranks and links because of the run's own times, then probe them.
 
 Suspects are ranks that have become slower than their peers (Greyhound: 1.1 times the median), and
-links for whose messages ranks wait longer than before. Waiting for a slow rank looks the same, so a
-link is held responsible only if its probe is slow, too (and slow enough, see
-`prediction.true_causes`). If the probe of a slow rank is as fast as before, something else than its
-device makes the rank slow.
+links for whose messages ranks wait longer than before. A wait for a slow rank looks the same, so a
+link counts as slow only if its probe is slow, too (and slow enough, see `prediction.true_causes`).
+If the probe of a slow rank is as fast as before, something other than its device makes the rank
+slow.
 
 Point-to-point probes run in rounds of disjoint pairs, so that no probe disturbs another. A thousand
 ranks take as many rounds as eight: 2 for a ring of even length, 3 for an odd one.
@@ -44,7 +44,7 @@ _ALIKE = 1.3
 """Ratio up to which two findings about the same device or link count as equal."""
 _MOST_PAIRS = 8
 _MOST_MEMBERS = 16
-"""Most ranks in the ring of probed links, in which other links than suspects are for comparison."""
+"""Largest number of ranks in the ring of probed links, which compares suspects with other links."""
 
 
 def find_suspects(
@@ -53,7 +53,7 @@ def find_suspects(
     expected_s: Mapping[_Key, float] | None = None,
     least_ratio: float = _LEAST_RATIO,
 ) -> dict[_Key, float]:
-    """Return the ratio of those whose time is `least_ratio` times the median, slowest first.
+    """Return those whose time is `least_ratio` times the median or more, slowest first.
 
     Args:
         times_s: Time of each rank, stage, group or link.
@@ -76,7 +76,7 @@ class Suspicion:
     ranks: Mapping[int, float] = field(default_factory=dict)
     """Ranks whose pace has fallen behind, with their ratios."""
     pairs: tuple[Pair, ...] = ()
-    """Links whose messages are waited for longer, or that are known to be slow."""
+    """Links whose messages are waited for longer than before, or that are known to be slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +86,14 @@ class Probes:
     device_s: Mapping[int, float] = field(default_factory=dict)
     """Seconds of a matrix product on each rank."""
     link_s: Mapping[Pair, float] = field(default_factory=dict)
-    """Seconds of a message there and back, for each pair."""
+    """Seconds of a message back and forth, for each pair."""
     link_bytes: int = 0
     """Bytes of that message, one way."""
     hosts: tuple[str, ...] = ()
     """The machine of each rank."""
 
     def expected_link_s(self, pairs: Collection[Pair]) -> dict[Pair, float]:
-        """Return the expected time of each link: its own, or that of others of its kind."""
+        """Return the expected time of each link: its earlier one, or that of links of its kind."""
         expected_s = {}
         for pair in pairs:
             like = [s for p, s in self.link_s.items() if self.is_inside(p) == self.is_inside(pair)]
@@ -138,7 +138,7 @@ def ring_of(ranks: Sequence[int]) -> list[Pair]:
 
 
 def rounds_of(pairs: Iterable[Pair]) -> tuple[tuple[Pair, ...], ...]:
-    """Return rounds of disjoint pairs, each pair in the first one in which both ranks are free."""
+    """Return rounds of disjoint pairs, each pair in the first round that has both ranks free."""
     rounds: list[dict[int, Pair]] = []
     for pair in pairs:
         free = next((chosen for chosen in rounds if not chosen.keys() & {*pair}), None)
@@ -196,7 +196,7 @@ def slow_of_their_kind(
     """Return devices and links that are slower than others of their type, the slowest first.
 
     Args:
-        copies_s: Seconds of a copy in each rank's memory; a device's worst probe counts.
+        copies_s: Seconds of a copy in each rank's memory; the worse of a device's probes counts.
         probes: Measurements of products of matrices, and of links inside and between machines.
         types: The type of each rank's device.
         least_ratio: Least ratio of a device to the median of its type; a link's is 1.5 or more.
@@ -218,8 +218,9 @@ def slow_of_their_kind(
 
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
-    """Whether a look has found what was known: the same slow parts, about as slow."""
-    # Whether the device or the host of a slow rank is found may depend on one probe: both count.
+    """Whether a look has found what was known: the same slow parts, by about the same factors."""
+    # Whether a slow rank's device or its host is found may depend on one probe: both count as
+    # equal.
     ratios, before = ({f.ranks: f.ratio for f in findings} for findings in (found, known))
     return ratios.keys() == before.keys() and all(
         max(ratios[ranks] / before[ranks], before[ranks] / ratios[ranks]) < _ALIKE

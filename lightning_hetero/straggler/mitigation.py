@@ -1,18 +1,18 @@
 """Decide what to do about a fault: which of Greyhound's mitigations are possible, and which pays.
 
-S2 moves micro-batches, S2b layers, S3 swaps places in the plan, S4 restarts without a machine. For
-each, the iteration time is predicted. Slices keep their owners when ranks swap places, so a link
-carries less for good only if both its ends leave the layers that they own. Therefore S3 also moves
-both ends at once.
+S2 moves micro-batches, S2b moves layers, S3 swaps places in the plan, S4 restarts without a
+machine. For each, the iteration time is predicted. Slices keep their owners when ranks swap places.
+So a link carries permanently less only if both its ends leave the layers that they own; therefore
+S3 also moves both ends at once.
 
 The time to act follows from Greyhound's Algorithm 1, *ski rental*: begin with S1 (do nothing), and
 take the next mitigation when the time lost so far reaches its cost. Nobody knows how long the fault
 will last, but this costs at most twice as much as the best decision in hindsight. Proof: the best
-decision takes step k at once, at the cost of all steps up to k, B_k = c_2 + … + c_k, and in n slow
-iterations costs OPT(n) = min_k B_k + L_k(n), where L_k(n) is what these iterations lose under step
-k. Before iteration n we take the highest step that attains the minimum. So the time that we lose is
-at most OPT(n), which grows in every iteration by the loss of the present step; and our costs are at
-most OPT(n), because B_k ≤ B_k + L_k(n).
+decision takes step k at once, which costs all steps up to k, B_k = c_2 + … + c_k; for n slow
+iterations its cost is OPT(n) = min_k B_k + L_k(n), where L_k(n) is the time that these iterations
+lose under step k. Before iteration n we take the highest step that attains the minimum. So the time
+that we lose is at most OPT(n), which each iteration increases by its loss under the present step;
+and our costs are at most OPT(n), because B_k ≤ B_k + L_k(n).
 """
 
 import math
@@ -28,8 +28,9 @@ from lightning_hetero.straggler.events import DecisionKind, Finding, Mitigation
 from lightning_hetero.straggler.prediction import RunPrediction, move_ranks
 
 __all__ = [
+    "NOTHING",
     "Decision",
-    "MitigationPolicy",
+    "FaultAccount",
     "PolicyConfig",
     "PossibleMitigation",
     "find_mitigations",
@@ -39,11 +40,10 @@ __all__ = [
 
 _Change = Callable[[ParallelPlan], ParallelPlan]
 _Moves = dict[int, int]
-"""{rank: taker} of places that another rank takes."""
-_LADDER = tuple(Mitigation)
+"""{rank: taker}: the rank that takes over each moved rank's place."""
 _MOST_SWAPS = 4
 _PREDICTIONS = 64
-"""Most candidates that are predicted for each swap, the most promising ones."""
+"""Largest number of candidates that are predicted for each swap; the most promising ones."""
 _LEAST_GAIN = 0.01
 """Least relative gain of a swap."""
 
@@ -59,20 +59,20 @@ class PossibleMitigation:
     effect: str = ""
     """Its effect, for people: "moved 5 of 32 micro-batches away"."""
     plans: tuple[ParallelPlan, ...] = ()
-    """The plans to run: one, or those among which a data module chooses; none for a restart."""
+    """The plans to run: one, or those that a data module chooses from; none for a restart."""
     first_plans: tuple[ParallelPlan, ...] = ()
     """The plans to return to when the fault ends."""
     is_lasting: bool = False
-    """Whether the plan was the cause, no fault, so that these plans stay."""
+    """Whether the plan itself was the cause, not a fault, so that these plans stay."""
     factors: Mapping[int, float] = field(default_factory=dict)
-    """By rank, its healthy pace in its first place over that in its new place."""
+    """By rank, its healthy pace in its first place divided by that in its new place."""
     slowdowns: Mapping[int, float] = field(default_factory=dict)
-    """By rank, its time in its new place over that of the rank that was first there."""
+    """By rank, its time in its new place divided by that of the rank that had the place first."""
     exclude: tuple[int, ...] = ()
     """Ranks that a restart should leave out."""
 
 
-_NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
+NOTHING = PossibleMitigation(mitigation=Mitigation.IGNORE)
 
 
 def find_mitigations(
@@ -80,15 +80,16 @@ def find_mitigations(
     plans: Sequence[ParallelPlan],
     has_room: Callable[[ParallelPlan], bool],
 ) -> tuple[PossibleMitigation, ...]:
-    """Return S2, S2b and S3, each if it would change anything, without a fault S2 and S2b.
+    """Return S2, S2b and S3, each if it would change anything; without a fault S2 and S2b.
 
     S3 moves the same ranks in all plans, so each moved rank takes over another rank's work. S2b and
-    S3 also move micro-batches, so their predicted times are never worse than that of S2.
+    S3 also move micro-batches, so their predicted times are never longer than that of S2.
 
     Args:
-        model: Predicts the plan that ran under the fault; of several the one that ran most often.
+        model: Predicts from the plan that ran under the fault (of several, the one that ran most
+            often).
         plans: One plan, or those among which a data module chooses.
-        has_room: Tells whether each rank's memory suffices for its place in a plan.
+        has_room: Returns whether each rank has enough memory for its place in a plan.
     """
 
     def fits(change: _Change) -> bool:
@@ -121,7 +122,7 @@ def mitigation_of(
     change: _Change,
     effect: str,
 ) -> PossibleMitigation:
-    """Return the mitigation that changes all plans alike, with micro-batches moved."""
+    """Return the mitigation that changes all plans in the same way, with micro-batches moved."""
     plan = model.run.plan
     before, after = model.paces(plan), model.paces(change(plan))
     slowdowns: dict[int, float] = {}
@@ -140,7 +141,7 @@ def mitigation_of(
 
 
 def _sizes(plan: ParallelPlan) -> str:
-    """Return the layers of each stage: "3+5, 4+4", pipelines that are cut alike once."""
+    """Return the layers of each stage, such as "3+5, 4+4"; equal pipelines once."""
     cuts = ("+".join(str(len(stage.layers)) for stage in p.stages) for p in plan.pipelines)
     return ", ".join(dict.fromkeys(cuts))
 
@@ -152,10 +153,10 @@ def restart_mitigation(
     world_size: int,
     num_left: Callable[[Sequence[int]], int],
 ) -> PossibleMitigation | None:
-    """Return S4, a restart without the slow ranks' machines: the others take over their work.
+    """Return S4, a restart without the machines of slow ranks; the others take over their work.
 
-    Of a slow link the end is left out that has more slow links, or else the second. None if no rank
-    would be left.
+    Of a slow link it leaves out the end with more slow links, or else the second one. None if no
+    rank would be left.
 
     Args:
         findings: The slow devices and links.
@@ -192,7 +193,7 @@ def _ranks(ranks: Iterable[int]) -> str:
 
 
 def _best_swaps(model: RunPrediction, fits: Callable[[_Change], bool]) -> _Moves:
-    """Return who takes whose place in the best plan found by swaps, one after another."""
+    """Return who takes whose place in the best plan that is found by swaps, one after another."""
     plan = model.run.plan
     best = {rank: rank for rank in plan.ranks}
     best_s = model.balanced_s(plan)
@@ -212,7 +213,7 @@ def _best_swaps(model: RunPrediction, fits: Callable[[_Change], bool]) -> _Moves
 def _moves(model: RunPrediction, plan: ParallelPlan) -> Iterator[_Moves]:
     """Yield swaps of a suspect, or of its whole stage, with others; the most promising first.
 
-    Both ends of a link at once, each inside its pipeline; then, one suspect at a time, into a
+    First both ends of a link at once, each inside its pipeline. Then one suspect at a time: into a
     pipeline that another suspect slows anyway, inside its own, and into others.
     """
     for pair in model.slow_links:
@@ -232,7 +233,7 @@ def _pipelines_of(plan: ParallelPlan, ranks: Sequence[int]) -> set[int]:
 
 
 def _swaps(plan: ParallelPlan, rank: int, pipelines: Collection[int]) -> Iterator[_Moves]:
-    """Yield swaps of a rank's stage with stages of equal degree, and of it alone with ranks."""
+    """Yield swaps of a rank's stage with stages of equal degree, and of the rank with ranks."""
     place = plan.place(rank)
     if place is None:
         return
@@ -248,7 +249,7 @@ def _swaps(plan: ParallelPlan, rank: int, pipelines: Collection[int]) -> Iterato
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What all ranks do before the next iteration, and why; the leader sends it to them."""
+    """What all ranks do before the next iteration, and why; the leader sends it."""
 
     kind: DecisionKind
     choice: PossibleMitigation
@@ -259,133 +260,115 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """First guesses of the steps' costs, used until these are measured; and the allowed steps.
+    """Initial estimates of the steps' costs, used until these are measured; and the allowed steps.
 
     Raises:
         ConfigurationError: A cost isn't positive.
     """
 
     rebalance_cost_s: float = 0.5
-    """First guess for S2 and its undoing, seconds: computing new counts and one new table."""
+    """Initial estimate for S2 and its undoing, seconds: computing new counts and one new table."""
     swap_cost_s: float = 5.0
-    """First guess for S2b, S3 and their undoing, seconds: tables, buffers and a first pull."""
+    """Initial estimate for S2b, S3 and their undoing, seconds: tables, buffers and a first pull."""
     restart_cost_s: float = 300.0
     """Cost of S4, seconds: checkpoint, new processes, loading; about 1 in place."""
-    allowed: tuple[Mitigation, ...] = _LADDER
-    """Steps that may be taken: with S1 alone faults are found and named, and nothing is done."""
+    allowed: tuple[Mitigation, ...] = tuple(Mitigation)
+    """The allowed steps: with S1 alone, faults are found and reported, and nothing is done."""
 
     def __post_init__(self) -> None:
-        if any(not cost > 0.0 for cost in self.costs_s.values()):
+        costs_s = self.rebalance_cost_s, self.swap_cost_s, self.restart_cost_s
+        if any(not cost > 0.0 for cost in costs_s):
             raise ConfigurationError(
-                f"Mitigation costs are {tuple(self.costs_s.values())} s; each must be above 0. "
-                "Forbid a step by leaving it out of `allowed`."
+                f"Mitigation costs are {costs_s} s; each must be above 0. Forbid a step by leaving "
+                "it out of `allowed`."
             )
 
     @property
     def costs_s(self) -> dict[Mitigation, float]:
-        """What each step is thought to cost, seconds."""
-        return {
+        """What each allowed step is thought to cost, seconds."""
+        costs_s = {
             Mitigation.REBALANCE: self.rebalance_cost_s,
             Mitigation.REPLAN: self.swap_cost_s,
             Mitigation.SWAP: self.swap_cost_s,
             Mitigation.RESTART: self.restart_cost_s,
         }
+        return {step: cost_s for step, cost_s in costs_s.items() if step in self.allowed}
 
 
-class MitigationPolicy:
-    """Ski rental: `begin` once per fault, `decide` before each slow iteration, `end` once.
+class FaultAccount:
+    """What one fault has cost so far, and would have cost under each step: ski rental.
 
-    It changes nothing itself: the caller carries out a decision of kind APPLY or UNDO and reports
-    its cost with `record_cost`. Only the leader has a policy (see `watch`). During a fault it only
-    climbs to higher steps; the end of the fault undoes them.
+    It changes nothing itself: the caller carries out a decision of kind APPLY or UNDO. Only the
+    leader has one (see `watch`). It only climbs to higher steps; the end of the fault undoes them.
+
+    Args:
+        healthy_s: Iteration time without the fault, seconds.
+        slow_s: Iteration time with the fault and without any mitigation, seconds.
+        possible: The mitigations that are possible; S1 always is and need not be named.
+        costs_s: What each allowed step is known to cost, seconds.
     """
 
-    def __init__(self, config: PolicyConfig | None = None) -> None:
-        self.config = config or PolicyConfig()
-        self._costs_s = self.config.costs_s
-        self._in_force: PossibleMitigation | None = None
-        self._healthy_s = 0.0
+    def __init__(
+        self,
+        healthy_s: float,
+        slow_s: float,
+        possible: Sequence[PossibleMitigation],
+        costs_s: Mapping[Mitigation, float],
+    ) -> None:
+        self.slow_s = slow_s
+        self.in_force = self._below = NOTHING
         self._num_slow = 0
-        self._lost_s: dict[Mitigation, float] = {}
+        self._costs_s = costs_s
+        self._choices = {item.mitigation: item for item in possible if item.mitigation in costs_s}
+        self._losses_s: dict[Mitigation, float] = {}
+        """What an iteration loses under each step."""
+        loss_s = max(0.0, slow_s - healthy_s)
+        for step in Mitigation:
+            # A more expensive step that does worse wouldn't be taken: the cheaper one's loss
+            # counts.
+            if step in self._choices:
+                loss_s = min(loss_s, max(0.0, self._choices[step].iteration_s - healthy_s))
+            self._losses_s[step] = loss_s
 
-    @property
-    def mitigation(self) -> Mitigation:
-        """The step in force."""
-        return (self._in_force or _NOTHING).mitigation
-
-    def record_cost(self, mitigation: Mitigation, cost_s: float) -> None:
-        """Take in a step's measured cost: the known cost becomes the mean of both."""
-        self._costs_s[mitigation] = 0.5 * (self._costs_s[mitigation] + cost_s)
-
-    def cost_s(self, mitigation: Mitigation) -> float:
-        """Return what a step is known to cost, seconds."""
-        return self._costs_s[mitigation]
-
-    def begin(self, *, healthy_s: float) -> None:
-        """Note that a fault began; `healthy_s` is the iteration time without it.
-
-        A second fault before the first has ended only climbs further.
-        """
-        if self._in_force is None:
-            self._in_force = _NOTHING
-            self._healthy_s = healthy_s
-            self._num_slow = 0
-            self._lost_s = dict.fromkeys(_LADDER, 0.0)
-
-    def decide(
-        self, *, unmitigated_s: float, possible: Sequence[PossibleMitigation] = ()
-    ) -> Decision:
-        """Decide under which step the next iteration, known to be slow, runs.
-
-        Args:
-            unmitigated_s: Iteration time with the fault and without any mitigation, seconds.
-            possible: The mitigations that are possible now; S1 always is and need not be named.
-        """
-        assert self._in_force is not None, "a fault begins with begin()"
+    def decide(self) -> Decision:
+        """Count one more slow iteration, and decide under which step it runs."""
         self._num_slow += 1
-        choices = {item.mitigation: item for item in possible}
-        self._charge(unmitigated_s, choices)
-        present, totals = self.mitigation, self._totals(choices)
-        best = min(totals, key=lambda step: (totals[step], -_LADDER.index(step)))
-        lost = f"{self._lost_s[Mitigation.IGNORE]:.2f} s lost over {self._num_slow} slow iterations"
-        if _LADDER.index(best) > _LADDER.index(present):
-            self._in_force = choices[best]
-            reason = f"{lost}, of which {self._saved(present, best)}: it pays"
-            return Decision(kind=DecisionKind.APPLY, choice=choices[best], reason=reason)
-        above = [step for step in totals if _LADDER.index(step) > _LADDER.index(present)]
-        saved = " and ".join(self._saved(present, step) for step in above)
+        above = [step for step in Mitigation if step in self._choices and self._is_above(step)]
+        totals = dict.fromkeys([self.in_force.mitigation, *above], 0.0)
+        total_cost_s = 0.0
+        for step in totals:
+            total_cost_s += self._costs_s[step] if step in above else 0.0
+            totals[step] = total_cost_s + self._lost_s(step)
+        *_, best = (step for step in totals if totals[step] <= min(totals.values()))
+        lost_s = self._lost_s(Mitigation.IGNORE)
+        lost = f"{lost_s:.2f} s lost over {self._num_slow} slow iterations"
+        if best in above:
+            reason = f"{lost}, of which {self._saved(best)}: it pays"
+            self._below, self.in_force = self.in_force, self._choices[best]
+            return Decision(kind=DecisionKind.APPLY, choice=self.in_force, reason=reason)
+        saved = " and ".join(map(self._saved, above))
         reason = f"{lost}, {f'of which {saved}' if saved else 'and no further step is possible'}"
-        return Decision(kind=DecisionKind.KEEP, choice=self._in_force, reason=reason)
+        return Decision(kind=DecisionKind.KEEP, choice=self.in_force, reason=reason)
 
-    def _saved(self, present: Mitigation, step: Mitigation) -> str:
-        saved_s = self._lost_s[present] - self._lost_s[step]
-        return f"{step.value} would have saved {saved_s:.2f} s for {self._costs_s[step]:.2f} s"
+    def refuse_plans(self) -> None:
+        """Note that the step just taken can't be done here, nor any other that changes plans."""
+        self.in_force = self._below
+        self._choices = {step: item for step, item in self._choices.items() if not item.plans}
 
     def end(self) -> Decision:
-        """Note that the fault has ended; decide to undo the step in force, if there is one."""
-        undone, self._in_force = self._in_force or _NOTHING, None
+        """Decide to undo the step in force, if there is one, as the fault has ended."""
         # There is nothing to undo of S1, and a restart is not undone.
-        kind = DecisionKind.UNDO if undone.plans else DecisionKind.KEEP
+        kind = DecisionKind.UNDO if self.in_force.plans else DecisionKind.KEEP
         reason = f"the cause ended after {self._num_slow} slow iterations"
-        return Decision(kind=kind, choice=undone, reason=reason)
+        return Decision(kind=kind, choice=self.in_force, reason=reason)
 
-    def _charge(
-        self, unmitigated_s: float, choices: Mapping[Mitigation, PossibleMitigation]
-    ) -> None:
-        """Add the coming iteration's loss to every step's account."""
-        loss_s = max(0.0, unmitigated_s - self._healthy_s)
-        for step in _LADDER:
-            # A dearer step that does worse wouldn't be taken: the cheaper one's loss counts.
-            if step in choices:
-                loss_s = min(loss_s, max(0.0, choices[step].iteration_s - self._healthy_s))
-            self._lost_s[step] += loss_s
+    def _is_above(self, step: Mitigation) -> bool:
+        ladder = list(Mitigation)
+        return ladder.index(step) > ladder.index(self.in_force.mitigation)
 
-    def _totals(self, choices: Collection[Mitigation]) -> dict[Mitigation, float]:
-        """Return B_k + L_k of the steps that are possible, from the present one up."""
-        possible = set(choices) & set(self.config.allowed)
-        total_s, totals = 0.0, {}
-        for step in _LADDER:
-            if step in possible or step in (Mitigation.IGNORE, self.mitigation):
-                total_s += self._costs_s.get(step, 0.0)
-                totals[step] = total_s + self._lost_s[step]
-        return totals
+    def _lost_s(self, step: Mitigation) -> float:
+        return self._num_slow * self._losses_s[step]
+
+    def _saved(self, step: Mitigation) -> str:
+        saved_s = self._lost_s(self.in_force.mitigation) - self._lost_s(step)
+        return f"{step.value} would have saved {saved_s:.2f} s for {self._costs_s[step]:.2f} s"

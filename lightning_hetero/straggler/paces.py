@@ -1,12 +1,12 @@
-"""Watch the speed of each rank and of the run, compared with their speed before.
+"""Watch the speed of each rank and of the run, compared with their earlier speed.
 
-A rank's *pace* is its computing time, without waits, per unit of work: packed micro-batches differ
-in work, so times alone can't be compared. Each rank watches its own pace (`RankHistory`). One rank,
-the leader, watches the run's *level*: iteration times divided by the time that their work should
-take (`LevelWatch`). The pace of a slow rank changes before the run's level does, and only the pace
-shows that the rank has recovered once others do its work. Until a fault ends, the pace before it is
-the baseline. If the rank moves to another place in the plan meanwhile, `move` gets the factor by
-which the places differ.
+A rank's *pace* is its computing time, without waits, per unit of work; times alone can't be
+compared, because packed micro-batches differ in work. Each rank watches its own pace
+(`RankHistory`). One rank, the leader, watches the run's *level*: iteration times divided by the
+time that their work should take (`LevelWatch`). The pace of a slow rank changes before the run's
+level does, and only the pace shows that the rank has recovered after others have taken over its
+work. Until a fault ends, the pace before it is the baseline. If the rank moves to another place in
+the plan meanwhile, `move` gets the ratio of the places' paces.
 """
 
 import math
@@ -25,15 +25,16 @@ from lightning_hetero.straggler.events import ChangeEvent
 __all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport"]
 
 _KEPT = 128
-"""Number of iterations that are remembered: the longest possible baseline."""
+"""Number of iterations that are remembered, so the longest possible baseline."""
 _NUM_FIRST = 3
-"""Iterations after which a rank's pace is roughly known."""
+"""Number of iterations after which a rank's pace is roughly known."""
 _UP = 1.05
-"""How many times longer iterations must have become for a slower rank to matter."""
+"""Factor by which iterations must have become longer for a slower rank to matter."""
 _PATIENCE = 8
-"""Steps within which a slower rank must begin to matter, or is ignored."""
+"""Number of steps within which a slower rank must begin to matter; else it is ignored."""
 _RECENT = 4
-"""Newest iterations that show if times have risen; onsets nearer than that are of one change."""
+"""Number of newest iterations that show whether times have risen; changes closer together than that
+count as one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +52,7 @@ class Observation:
     share: float = 1.0
     """The rank's share of the model, which changes with the plan."""
     waits_s: Mapping[int, float] = field(default_factory=dict)
-    """Seconds of waiting for messages of each peer."""
+    """Seconds of waiting for messages from each peer."""
     hidden_bytes: int = 0
     """Bytes of the largest hidden state received; 0 if none was."""
 
@@ -79,21 +80,21 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """One rank's report when a cause is looked for."""
+    """One rank's report for a look."""
 
     global_rank: int
     slowness: float = math.nan
-    """Its pace now over its baseline; NaN if either is unknown."""
+    """Its present pace divided by its baseline; NaN if either is unknown."""
     pace: float = math.nan
     """Its baseline: healthy seconds per unit of work, scaled to the whole model; NaN if unknown."""
     before: Observation | None = None
     """Medians of its baseline."""
     excess_wait_s: Mapping[int, float] = field(default_factory=dict)
-    """By peer, seconds per iteration that waiting for its messages takes longer than before."""
+    """By peer, by how many seconds per iteration the wait for its messages has become longer."""
 
 
 class RankNote(NamedTuple):
-    """One rank's note of one iteration: numbers, which travel as a row of floats.
+    """One rank's note of one iteration, in numbers, which travel as a row of floats.
 
     All ranks' notes form an array, (num_ranks, num_fields), which rank 0 reads by columns: a few
     passes over num_ranks numbers per iteration.
@@ -103,7 +104,7 @@ class RankNote(NamedTuple):
     load_s: float
     """Seconds that its work should take to compute; NaN if unknown, 0 for a rank without work."""
     change: float = 0.0
-    """A change of this rank's pace that was just found: 1 slower, -1 faster, 0 none."""
+    """A change of this rank's pace that was found just now: 1 slower, -1 faster, 0 none."""
     onset_step: float = 0.0
     before: float = 0.0
     """Pace before the change."""
@@ -122,7 +123,7 @@ class RankHistory:
         self._first_pace = math.nan
 
     def observe(self, observation: Observation, iteration_s: float) -> RankNote:
-        """Take in an iteration; return the note of it for the leader."""
+        """Record an iteration; return its note for the leader."""
         pace = observation.pace * self._factor
         self._kept.append((observation, pace))
         seconds = iteration_s, self.load_s(observation)
@@ -135,7 +136,7 @@ class RankHistory:
     def load_s(self, observation: Observation) -> float:
         """Return the seconds that an iteration's work should take this rank; 0 without work.
 
-        By the rank's first iterations, so only changes mean anything; NaN until there are enough.
+        Measured by the rank's first iterations, so only changes mean anything; NaN at first.
         """
         if not observation.work:
             return 0.0
@@ -145,7 +146,7 @@ class RankHistory:
         return self._first_pace * work / self._factor
 
     def settle(self, onset_step: int) -> None:
-        """Take the iterations before a step as the baseline, unless there is a baseline already."""
+        """Make the iterations before a step the baseline, unless there is a baseline already."""
         if not self._baseline:
             self._baseline = tuple(o for o, _ in self._kept if o.step < onset_step)
 
@@ -153,12 +154,12 @@ class RankHistory:
         """Note that the rank computes in another place of the plan from now on.
 
         Args:
-            factor: Its healthy pace in its first place over that in the new one.
+            factor: Its healthy pace in its first place divided by that in the new one.
         """
         self._factor = factor
 
     def forget(self, *, baseline_only: bool = False) -> None:
-        """Forget a fault that has ended, with its iterations; only the baseline if none was."""
+        """Forget a fault that has ended, and its iterations; or only the baseline."""
         self._baseline = ()
         if not baseline_only:
             self._kept.clear()
@@ -201,7 +202,7 @@ class _Iteration(NamedTuple):
 
     @property
     def value(self) -> float:
-        """The iteration's time over what its work should take; NaN if unknown."""
+        """The iteration's time divided by the time its work should take; NaN if unknown."""
         return self.seconds / self.load_s if self.load_s > 0.0 else math.nan
 
 
@@ -222,13 +223,13 @@ class LevelWatch:
         return self._usual_s([item for item in self._kept if item.step >= step])
 
     def _usual_s(self, iterations: Sequence[_Iteration]) -> float:
-        """Return a median that doesn't depend on which of the iterations had more work."""
+        """Return a median that doesn't depend on which iterations had more work."""
         load_s = _median(item.load_s for item in self._kept if math.isfinite(item.value))
         usual_s = _median(item.value for item in iterations) * load_s
         return usual_s if math.isfinite(usual_s) else _median(i.seconds for i in iterations)
 
     def skip(self, step: int, notes: FloatArray) -> float:
-        """Ignore an iteration's time, as while plans change, but not changes of ranks' paces.
+        """Ignore an iteration's time, for instance because plans change, but not ranks' changes.
 
         Returns:
             The seconds that it would have taken with the usual work.
@@ -241,7 +242,7 @@ class LevelWatch:
     def see(
         self, step: int, notes: FloatArray, *, last: ChangeEvent | None, is_known: bool
     ) -> ChangeEvent | None:
-        """Take in an iteration; return the change that it completes and that matters, if any.
+        """Record an iteration; return the change that it completes and that matters, or None.
 
         Args:
             step: The iteration.
@@ -266,7 +267,7 @@ class LevelWatch:
         self._kept.clear()
 
     def _read(self, step: int, notes: FloatArray) -> _Iteration:
-        """Return a summary of notes; keep the largest change of a rank's pace until it matters."""
+        """Return a summary of notes; remember the largest change of a pace until it matters."""
         (changed,) = notes[:, 2].nonzero()
         if changed.size:
             sizes = np.abs(np.log(notes[changed, 5] / notes[changed, 4]))
@@ -286,7 +287,7 @@ class LevelWatch:
     def _take_rank_change(
         self, step: int, last: ChangeEvent | None, *, is_known: bool
     ) -> ChangeEvent | None:
-        """Return a rank's change once it matters; it is ignored if it doesn't soon."""
+        """Return a rank's change once it matters; drop it if it doesn't soon."""
         event = self._rank_change
         if event is None or not (is_known or self._is_up()):
             return None

@@ -1,12 +1,13 @@
 """Predict iterations of a run's plans under a fault, from observed costs.
 
-Nothing needs to be known about model or devices. A stage takes as long as stages of its shape took
-while nothing was slow, times the factor of its slowest rank. A stage with a number of layers that
-wasn't observed takes, for each layer, the least seconds that any stage showed, plus what first and
-last stages took beyond their layers. A message takes as long as a probe of its link. Times of slow
-parts are scaled by the factors that were found. For pull and push the bytes of the runtime's
-transfer tables count, since slices keep their owners when ranks take other places. All else in the
-measured iteration (optimizer, data, logging) is a constant. The simulator combines these times.
+Nothing needs to be known about model or devices. A stage takes as long as stages of the same shape
+took while nothing was slow, multiplied by the factor of its slowest rank. If no stage with that
+number of layers was observed, each layer takes the least seconds that any stage showed, and first
+and last stages take in addition what they took beyond their layers. A message takes as long as a
+probe of its link. Times of slow parts are multiplied by the factors that were found. For pull and
+push the bytes in the runtime's transfer tables are used, because slices keep their owners when
+ranks swap places. Everything else in the measured iteration (optimizer, data, logging) is a
+constant. The simulator combines these times.
 """
 
 import math
@@ -30,9 +31,9 @@ from lightning_hetero.straggler.events import Finding, FindingKind, normalise_pa
 __all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "move_ranks", "true_causes"]
 
 _LEAST_EXCESS = 0.05
-"""Least growth of an iteration that is a slowdown, as a share of it."""
+"""Least growth of an iteration, as a share of it, that counts as a slowdown."""
 _LEAST_SHARE = 0.1
-"""Least share of a slowdown that a true cause explains."""
+"""Least share of a slowdown that something must explain to count as its cause."""
 _Shape = tuple[int, int, bool, bool]
 """Ranks and layers of a stage, and whether it is the first and the last of its pipeline."""
 
@@ -52,16 +53,16 @@ class MeasuredRun:
     """Measurements of a run while nothing was slow."""
 
     plan: ParallelPlan
-    """The plan that ran, of several the one that ran most often."""
+    """The plan that ran; of several, the one that ran most often."""
     counts: tuple[int, ...]
     """Micro-batches of each pipeline."""
     iteration_s: float
     places: Mapping[int, PlaceTimes]
     """By global rank, for ranks that compute."""
     probe_s: Mapping[int, float]
-    """Seconds of the matmul probe of each rank's device; empty if all count as equal."""
+    """Seconds of the matmul probe of each rank's device; empty if all devices count as equal."""
     link_s_per_byte: float
-    """Seconds a byte takes over a link that isn't slow."""
+    """Seconds that a byte takes over a link that isn't slow."""
     hidden_bytes: int
     """Bytes of a hidden state."""
     value_bytes: int
@@ -69,11 +70,11 @@ class MeasuredRun:
     table_of: Callable[[ParallelPlan], TransferTable]
     """Returns a plan's transfer table."""
     is_assigned: bool = False
-    """Whether a data module assigns samples so that the pipelines end together."""
+    """Whether a data module assigns samples, such that the pipelines end together."""
 
 
 class RunPrediction:
-    """Predicts plans with other ranks, layers or micro-batches in the places of one that ran.
+    """Predicts plans in which other ranks, layers or micro-batches take the places of one that ran.
 
     Args:
         run: Measurements while nothing was slow.
@@ -84,9 +85,9 @@ class RunPrediction:
         self.run = run
         links = [finding for finding in findings if finding.kind is FindingKind.LINK]
         self.slow_ranks = {f.ranks[0]: f.ratio for f in findings if f not in links}
-        """By rank, how many times longer it computes."""
+        """By rank, the factor by which it computes more slowly."""
         self.slow_links = {normalise_pair(*finding.ranks): finding.ratio for finding in links}
-        """By link, how many times longer a message takes."""
+        """By link, the factor by which a message takes longer."""
         self._healthy = RunPrediction(run) if findings else self
         found: dict[_Shape, list[FloatArray]] = defaultdict(list)
         self._stages = _stages_of(run.plan)
@@ -103,7 +104,7 @@ class RunPrediction:
         """Return the seconds of an iteration of a plan."""
         run = self.run
         slow, before, after = {*chain(*self.slow_links)}, self._stages, _stages_of(plan)
-        # What ranks exchange that stay where they are, and have no slow link, doesn't change.
+        # The exchange of ranks that stay where they are, and have no slow link, doesn't change.
         ranks = [
             rank
             for rank in {*before, *after}
@@ -129,8 +130,8 @@ class RunPrediction:
     def balanced(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with micro-batches moved away from slow pipelines: S2.
 
-        The plan is unchanged if samples are assigned, since every iteration is balanced then, or if
-        it names sizes of micro-batches, which other numbers would change.
+        The plan stays as it is if samples are assigned, since then every iteration is balanced, or
+        if it sets sizes of micro-batches, which other numbers of micro-batches would change.
         """
         if self.run.is_assigned or any(item.microbatch_size for item in plan.pipelines):
             return plan
@@ -153,10 +154,10 @@ class RunPrediction:
         return self.iteration_s(self.balanced(plan))
 
     def with_layers_moved(self, plan: ParallelPlan) -> ParallelPlan:
-        """Return the plan with the layers of each pipeline cut anew: S2b.
+        """Return the plan with the layers of each pipeline divided anew: S2b.
 
-        The plan is unchanged if it recomputes layers, whose seconds aren't known one by one, and so
-        are pipelines with chunks.
+        The plan stays as it is if it recomputes layers, because their seconds aren't known one by
+        one; so do pipelines with chunks.
         """
         if any(any(stage.recomputation.values()) for _, _, stage in plan.iter_stages()):
             return plan
@@ -317,13 +318,13 @@ def true_causes(
 ) -> tuple[Finding, ...]:
     """Return those findings that explain a tenth of the slowdown, or more.
 
-    A finding's share is the mean of what is saved by removing only it, and of what is lost by
-    keeping only it. So nothing is done about a device whose removal would change nothing. While
-    iterations are no longer than before, only what was known to be slow still is.
+    A finding's share is the mean of what is saved if only it is removed, and what is lost if only
+    it is kept. So nothing is done about a device whose removal would change nothing. As long as
+    iterations are no longer than before, only what was known to be slow counts as slow.
 
     Args:
         findings: What was found slow.
-        run: Measurements while nothing was slow; None believes all findings.
+        run: Measurements while nothing was slow; if None, all findings count as causes.
         excess_s: By how much iterations have become longer, seconds; NaN if unknown.
         known: The findings of the last look.
     """

@@ -1,7 +1,7 @@
-"""Briefly measure suspected devices and links, at a step boundary.
+"""Briefly measure suspected devices and links, between two steps.
 
-Greyhound's validation: one matrix product per device, one message there and back per pair of a
-round.
+Greyhound's validation: one matrix product per device, and one message back and forth for each pair
+of a round.
 """
 
 import statistics
@@ -58,18 +58,18 @@ def probe_links(
     repeats: int = 3,
     wait_for: Callable[..., object] | None = None,
 ) -> dict[Pair, float]:
-    """Return the shortest time of a message there and back, seconds, for every pair.
+    """Return the shortest time of a message back and forth, in seconds, for every pair.
 
     The shortest, because a slow link slows every message, and a busy host only some. All ranks call
     it with the same rounds. Pairs of one round run at the same time; barriers separate the rounds.
 
     Args:
         rounds: Disjoint pairs of global ranks, as `rounds_of` gives them.
-        device: Where the messages lie.
+        device: The device that has the messages.
         num_bytes: Size of a message (Greyhound: 16 to 64 MiB).
         repeats: Messages per pair, after one to warm up.
         wait_for: Waits for a message, given its work, `peer` and `num_bytes`, as the runtime's
-            clock does; None just waits.
+            clock does; None waits without recording.
     """
     own = dist.get_rank()
     payload = torch.zeros(num_bytes, dtype=torch.uint8, device=device)

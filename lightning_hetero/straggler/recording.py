@@ -1,4 +1,4 @@
-"""Record any job in the background: one line in its script, no Lightning, no plan."""
+"""Record any job in the background with one line in its script, without Lightning or plans."""
 
 import atexit
 import os
@@ -19,11 +19,11 @@ __all__ = ["Recording", "record"]
 _EVERY_S = 1.0
 """Seconds between two writes."""
 _LAST_S = 10.0
-"""Seconds for which the job waits at its end for the last write, on a disk that may hang."""
+"""Seconds that the job waits at its end for the last write, in case the disk hangs."""
 
 
 class Recording:
-    """A recording that is under way; it ends with `stop`, its `with` block or the process."""
+    """A recording in progress; it ends with `stop`, its `with` block or the process."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder).absolute()
@@ -46,14 +46,14 @@ class Recording:
 
     @property
     def path(self) -> Path:
-        """The file of this rank: `rank<global rank>.jsonl`, begun anew by each recording."""
+        """The file of this rank: `rank<global rank>.jsonl`, overwritten by each recording."""
         if self._path is None:
             self._path = self._folder / f"rank{self._rank or 0}.jsonl"
             self._path.write_text("", encoding="utf-8")
         return self._path
 
     def stop(self) -> None:
-        """Write the iterations that are left and unhook from the job; later calls do nothing."""
+        """Write the remaining iterations and remove the hook; later calls do nothing."""
         if not self._stopped.is_set():
             self._hook.remove()
             self._stopped.set()
@@ -103,13 +103,14 @@ def record(folder: str | Path = "stragglers") -> Recording:
     $ lightning-hetero stragglers stragglers/rank*.jsonl
     ```
 
-    It communicates with nobody and waits for no device: a clock for each step of a torch optimizer
-    (of several, the one with the most bytes of parameters), and a thread that writes once a second.
-    If kernels run asynchronously, times are those of the host, whose differences are still the
-    times of iterations.
+    It doesn't communicate and waits for no device. It reads a clock at each step of a torch
+    optimizer (of several, the one with the most bytes of parameters), and a thread writes once a
+    second. If kernels run asynchronously, the times are those of the host; their differences are
+    still the iteration times.
 
     Args:
-        folder: Where each rank writes `rank<global rank>.jsonl`, a line of seconds an iteration.
+        folder: Where each rank writes `rank<global rank>.jsonl`, with a line of seconds per
+            iteration.
 
     Raises:
         ConfigurationError: The folder can't be made.

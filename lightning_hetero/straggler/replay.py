@@ -1,10 +1,10 @@
-"""Find what each operation of a trace waited for, so that it can be replayed with other durations.
+"""Find what each operation of a trace waited for, to replay the trace with other durations.
 
 On each rank an operation waits for the last one that had ended before it. A send and its receive
 end together, and so does a collective on all its ranks. An operation's *own* time begins when the
-last of its ranks has started; before that, ranks wait. Which ranks take part in a collective is
-seen from the times: they end together although they started at different times. A barrier that
-isn't in the trace is seen, too: operations start together although the ones before them ended at
+last of its ranks has started; before that, ranks wait. Which ranks take part in a collective
+follows from the times: they end together although they started at different times. A barrier that
+isn't in the trace is recognised, too: operations start together although the previous ones ended at
 different times.
 """
 
@@ -27,14 +27,14 @@ TRANSFERS = ("forward-send", "forward-recv", "backward-send", "backward-recv")
 """Kinds of operations that move activations and their gradients between stages."""
 _LOCAL = ("gc", *FORWARD, *BACKWARD, *TRANSFERS)
 _ROUNDING_S, _MOST_OVERLAP_S, _OVERLAP = 2e-5, 1e-3, 0.1
-"""Clocks of streams differ a little. An operation counts as ended before another one begins if it
-overlaps with that by at most a tenth of its own time, and by at most a millisecond."""
+"""Clocks of streams differ a little. An operation counts as ended before another one begins if the
+overlap is at most a tenth of its own time and at most a millisecond."""
 _DEPTH = 8
-"""How many operations before one are looked at for the last that had ended."""
+"""How many earlier operations are checked to find the last that had ended."""
 _RENDEZVOUS = 0.99
-"""Sends wait for their receives if more than this share of them end after the receive begins."""
+"""Sends wait for their receives if more than this share of them end after the receive has begun."""
 _COINCIDE = 0.2
-"""Ends coincide if they spread over less than this share of what the starts do."""
+"""Ends coincide if their spread is below this share of the spread of the starts."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,10 @@ class Replay:
     trace: OperationTrace
     graph: OperationGraph
     own_s: FloatArray
-    """Without waiting for peers; barriers that were found follow after the trace's operations."""
+    """Times without waiting for peers; those of barriers follow those of the trace's operations."""
     gap_s: FloatArray
     step: IntArray
-    """Of each operation and barrier."""
+    """The step of each operation and barrier."""
     barriers: IntArray
     """The operation behind each barrier."""
     only_waits: IntArray
@@ -69,10 +69,11 @@ class Replay:
         _join_collectives(trace, group)
         step_start = _extremes(trace.start_s, trace.step)[0]
         start, end = (times - step_start[trace.step] for times in (trace.start_s, trace.end_s))
-        # A receive that only waits begins, in effect, when the send has ended.
+        # A receive that only waits effectively begins when the send has ended.
         start = np.minimum(np.maximum(start, np.r_[end, 0.0][sent]), end)
         ready = np.r_[end, 0.0][waits_for].max(axis=1)
-        # One that has nothing to do before its send begins waits for that, whenever it is recorded.
+        # A receive with nothing to do before its send begins waits for that, whenever it is
+        # recorded.
         receives = np.flatnonzero(trace.are(*TRANSFERS[1::2]))
         is_idle = ready[receives] <= start[group[receives]]
         start[receives] = np.where(is_idle, ready[receives], start[receives])
@@ -134,7 +135,7 @@ def _last_ended(
 def _earlier_on_rank(trace: OperationTrace, ended_s: FloatArray) -> tuple[IntArray, IntArray]:
     """Return the operation that each waits for on its rank, and for a send the compute before it.
 
-    Sends, and receives, that go on while their rank computes wait for each other only.
+    Sends and receives that run while their rank computes wait only for each other.
     """
     computes = np.flatnonzero(trace.are(*FORWARD, *BACKWARD))
     stream, before = np.zeros(len(trace), np.int64), np.full((2, len(trace)), -1)
@@ -186,7 +187,7 @@ def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntAr
 
 
 def _received(trace: OperationTrace, ended_s: FloatArray) -> IntArray:
-    """Return what each forward or backward received, also where that came in background; or -1."""
+    """Return what each forward or backward received, also if it came in the background; or -1."""
     found = np.full(len(trace), -1)
     last_stage = np.zeros(int(trace.pipeline.max()) + 1, np.int64)
     np.maximum.at(last_stage, trace.pipeline, trace.stage)
@@ -207,7 +208,7 @@ def _received(trace: OperationTrace, ended_s: FloatArray) -> IntArray:
 
 
 def _occurrence(*keys: IntArray) -> IntArray:
-    """Return of each combination of keys how often the same came before."""
+    """Return, for each element, how many earlier elements have the same keys."""
     same = grouped(*keys)
     order, index = np.argsort(same, kind="stable"), np.arange(len(same))
     begins = np.r_[True, np.diff(same[order]) != 0][: len(same)]
@@ -235,9 +236,9 @@ def _join_collectives(trace: OperationTrace, group: IntArray) -> None:
 
 
 class _Barriers:
-    """What the trace doesn't hold: operations that none begins before all have come to them.
+    """Barriers that the trace lacks: no operation behind one begins before all have come to it.
 
-    All are the ranks of a step, a stage or a pipeline; one operation may be behind several.
+    All are the ranks of a step, a stage or a pipeline; an operation may be behind several.
     """
 
     def __init__(self, trace: OperationTrace, start: FloatArray, ready_s: FloatArray) -> None:
@@ -272,13 +273,13 @@ class _Barriers:
 
 
 def _spread(times: FloatArray, group: IntArray) -> float:
-    """Return the sum over groups of the latest time less the earliest."""
+    """Return the sum over groups of the latest time minus the earliest."""
     first, last = _extremes(times, group)
     return float((last - first)[np.isfinite(first)].sum())
 
 
 def _extremes(times: FloatArray, group: IntArray) -> tuple[FloatArray, FloatArray]:
-    """Return the earliest and the latest time of each group; infinite where it has none."""
+    """Return the earliest and the latest time of each group; infinite for empty groups."""
     count = int(group.max()) + 1
     first, last = np.full(count, np.inf), np.full(count, -np.inf)
     np.minimum.at(first, group, times)

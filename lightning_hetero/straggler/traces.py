@@ -1,9 +1,9 @@
 """Read an operation trace: one row for each operation of each rank and step.
 
 Columns: `step`, `rank`, `dp_rank` (the pipeline), `stage`, `optype`, `start_ts` and `duration` in
-seconds, `mb_id` (the micro-batch), and optionally `mc` (the chunk of an interleaved schedule). As
-Parquet (with pyarrow installed) or as JSON lines, plain or compressed by gzip; or a folder of such
-files, one of each rank, as `TraceOperations` writes them.
+seconds, `mb_id` (the micro-batch), and optionally `mc` (the chunk of an interleaved schedule). The
+format is Parquet (with pyarrow installed) or JSON lines, plain or compressed by gzip; or a folder
+of such files, one for each rank, as `TraceOperations` writes them.
 """
 
 import contextlib
@@ -127,10 +127,10 @@ def grouped(*keys: IntArray) -> IntArray:
 
 @readable
 class Layout:
-    """How the job was laid out, as far as is known."""
+    """The layout of the job, as far as it is known."""
 
     tp_size: int = 1
-    """Devices behind each rank of the trace."""
+    """Number of devices that each rank of the trace stands for."""
     layers: tuple[int, ...] = ()
     """Layers of each stage."""
     nodes: Mapping[int, str] = field(default_factory=dict)
@@ -142,7 +142,7 @@ class Layout:
 
     @classmethod
     def from_dict(cls, entry: object) -> "Layout":
-        """Read `tp_size`, `layers` and `nodes`, of which each may be missing; ignore other keys.
+        """Read `tp_size`, `layers` and `nodes`, each of which may be missing; ignore other keys.
 
         Raises:
             ConfigurationError: It isn't a layout.
@@ -190,7 +190,7 @@ def _parquet(path: Path) -> dict[str, Any]:
 
 def _json_lines(path: Path) -> dict[str, Any]:
     rows = []
-    # A compressed file is torn if the job was killed while it wrote.
+    # A compressed file is incomplete if the job was killed while it wrote.
     with (
         gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file,
         contextlib.suppress(EOFError),

@@ -1,20 +1,20 @@
 """Decide, on one rank for all, whether the run is slow and what to do.
 
-One rank, the *leader*, gets the notes of all ranks after every iteration and gives one order. Ranks
-don't decide by themselves, because numbers that differ in the last bit could lead them to different
-decisions. The order is to go on, to *look* for a cause (all ranks report and probe together), or to
-act.
+One rank, the *leader*, gets the notes of all ranks after every iteration and returns one order.
+Ranks don't decide by themselves, because numbers that differ in the last bit could lead them to
+different decisions. The order is to go on, to *look* for a cause (all ranks report and probe
+together), or to act.
 
 A fault has a beginning and an end. If the run's level or a rank's pace changes, the ranks look for
-the cause. What they find is mitigated by ski rental (`mitigation`). When a look no longer finds
-anything, the fault has ended, and the first plan returns. A slow link that carries little under the
-new plan can't be seen to recover, so it is probed again, whenever that takes less than its allowed
+the cause. What they find is mitigated by ski rental (`mitigation`). When a look finds nothing any
+more, the fault has ended, and the first plan returns. If a slow link carries little under the new
+plan, its recovery can't be seen; so it is probed again, whenever that takes less than its allowed
 share of the time since the last look.
 
-Between faults the plan itself is judged. If, by observed costs, other micro-batch shares or stages
-would save a tenth of an iteration, and would have paid for themselves since the plan began, they
-are taken for good, unless iterations then become longer. If the user gave the plan, they are only
-reported.
+Between faults the plan itself is judged. If, according to observed costs, other micro-batch shares
+or stages would save a tenth of an iteration, and would have paid for their change since the plan
+began, they are adopted permanently, unless iterations then become longer. If the user gave the
+plan, they are only reported.
 """
 
 import math
@@ -41,8 +41,9 @@ from lightning_hetero.straggler.events import (
 )
 from lightning_hetero.straggler.locate import are_alike
 from lightning_hetero.straggler.mitigation import (
+    NOTHING,
     Decision,
-    MitigationPolicy,
+    FaultAccount,
     PolicyConfig,
     PossibleMitigation,
 )
@@ -51,16 +52,16 @@ from lightning_hetero.straggler.paces import LevelWatch
 __all__ = ["Order", "RunWatch", "WatchConfig"]
 
 _SETTLING = 3
-"""Number of a new plan's iterations, after its first, whose median is its iteration time."""
+"""Number of iterations of a new plan, after its first, whose median is its iteration time."""
 _LOOK_AGAIN = (8, 24)
-"""Iterations until further looks, after one that has found no culprit."""
+"""Numbers of iterations until further looks, after a look that found no cause."""
 _PLAN_LOOKS = (32, 128, 512, 2048)
-"""Iterations from the first one of a plan until the plan is looked at: ever later, because what a
-plan costs grows with time, and so may reach what another one costs."""
+"""Numbers of iterations from a plan's first one until the plan is judged: later and later, because
+the total cost of a plan grows with time, and so may reach the cost of a change."""
 _LEAST_GAIN = 0.1
-"""Least share of an iteration that a better plan saves."""
+"""Least share of an iteration that a better plan must save."""
 _RECENT = 4
-"""Newest iterations that a look considers if no change says where to begin."""
+"""Number of newest iterations that a look considers if no change says where to begin."""
 
 
 class Order(IntEnum):
@@ -77,21 +78,21 @@ class Order(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig:
-    """How eagerly the run is watched."""
+    """Options of the watch."""
 
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     """Costs of mitigations, and which are allowed."""
     dry_run: bool = False
-    """Whether decisions are reported only, not carried out."""
+    """Whether decisions are only reported."""
     replaces_plan: bool = True
-    """Whether a plan that is slower than another is replaced; else that is only reported."""
+    """Whether a plan that is slower than another is replaced; if not, that is only reported."""
     recheck_share: float = 0.002
     """Share of the time that may be spent on probing a known slow link again."""
 
 
 @dataclass
 class _Transition:
-    """A change of plan under way."""
+    """A change of plan that isn't complete."""
 
     decision: Decision
     before_s: float
@@ -100,16 +101,16 @@ class _Transition:
 
 
 class RunWatch:
-    """The leader's memory of the run and of the fault it suffers from, if any.
+    """The leader's memory of the run and of its present fault, if any.
 
     In each iteration `see` returns the order. After LOOK the caller passes findings to `found`,
-    after JUDGE possible plans to `judge`; after these and ACT it carries out the decision from
-    `next_decision`, and calls `began`.
+    after JUDGE possible plans to `judge`; after these, and after ACT, it carries out the decision
+    that `next_decision` returns, and calls `began`.
 
     Args:
-        config: How eagerly to watch.
-        report: Gets events.
-        say: Gets lines for people.
+        config: Options of the watch.
+        report: Receives events.
+        say: Receives lines for people.
     """
 
     def __init__(
@@ -123,36 +124,35 @@ class RunWatch:
         self._report = report
         self._say = say
         self._levels = LevelWatch()
-        self._policy = MitigationPolicy(config.policy)
+        self._costs_s = config.policy.costs_s
         self._step = 0
         self._since_look_s = 0.0
         self._look_s = math.inf
         self._change: ChangeEvent | None = None
         self._healthy_s = math.nan
-        self._slow_s = math.nan
-        self._possible: tuple[PossibleMitigation, ...] = ()
+        self._fault: FaultAccount | None = None
         self._decision: Decision | None = None
         self._transition: _Transition | None = None
         self._said_why = False
         self._next_looks: tuple[int, ...] = ()
         self._plan_since: float | None = None
         self.since_step = 0
-        """First step since the last change; a look considers no earlier one."""
+        """The first step since the last change; a look considers no earlier one."""
         self.known: tuple[Finding, ...] = ()
         """Devices and links known to be slow."""
 
     @property
     def mitigation(self) -> Mitigation:
         """The mitigation in force."""
-        return self._policy.mitigation
+        return (NOTHING if self._fault is None else self._fault.in_force).mitigation
 
     def base_s(self) -> float:
-        """Return the median iteration time before the fault, seconds; NaN if it isn't known."""
+        """Return the median iteration time before the fault, seconds; NaN if unknown."""
         known = math.isfinite(self._healthy_s)
         return self._healthy_s if known else self._levels.before_s(self.since_step)
 
     def excess_s(self) -> float:
-        """Return by how much iterations have become longer, seconds; NaN if it isn't known."""
+        """Return by how many seconds iterations have become longer; NaN if unknown."""
         return self._levels.since_s(self.since_step) - self.base_s()
 
     def see(
@@ -163,13 +163,13 @@ class RunWatch:
         predicted_s: float | None = None,
         is_changing: bool = False,
     ) -> Order:
-        """Take in all ranks' notes of an iteration; return the order.
+        """Receive all ranks' notes of an iteration; return the order.
 
         Args:
             step: The iteration.
             notes: A `RankNote` of each rank, or their array, (num_ranks, num_fields).
             predicted_s: Predicted seconds of the iteration, for the log.
-            is_changing: Whether it still ran under the plan from before the last act.
+            is_changing: Whether the iteration still ran under the plan from before the last action.
         """
         rows = np.asarray(notes, dtype=np.float64)
         iteration_s = float(rows[:, 0].max())
@@ -178,7 +178,7 @@ class RunWatch:
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
         self._since_look_s += iteration_s
         if self._transition is not None:
-            # The time of changing plans isn't the new plan's iteration time.
+            # The time of a change of plan isn't the new plan's iteration time.
             usual_s = self._levels.skip(step, rows)
             if not is_changing:
                 self._follow(self._transition, usual_s)
@@ -189,7 +189,7 @@ class RunWatch:
         if step in self._next_looks and not self.known:
             return Order.LOOK
         is_due = step - self._plan_since in _PLAN_LOOKS
-        # A look for the cause of a change counts from where that began.
+        # A look for the cause of a change counts from the beginning of the change.
         if is_due and not self.known and step > max(self._next_looks, default=0):
             self.since_step = step - _RECENT + 1
             return Order.JUDGE
@@ -197,7 +197,7 @@ class RunWatch:
         if has_link and self._look_s <= self._config.recheck_share * self._since_look_s:
             self.since_step = step - _RECENT + 1
             return Order.LOOK
-        return Order.ACT if self.known and self._decide() else Order.GO_ON
+        return Order.ACT if self._fault and self._decide(self._fault) else Order.GO_ON
 
     def _changed(self, event: ChangeEvent) -> Order:
         self._report(event)
@@ -217,7 +217,7 @@ class RunWatch:
         where: str,
         look_s: float,
     ) -> None:
-        """Take in the findings of a look.
+        """Receive the findings of a look.
 
         Args:
             findings: The slow devices and links.
@@ -233,70 +233,69 @@ class RunWatch:
                 self._next_looks = tuple(self._step + after for after in _LOOK_AGAIN)
                 self._say(f"{format_message(change)}; no rank and no link stands out")
             return
-        if self.known:
-            self._end(change)
+        if self._fault is not None:
+            self._end(change, self._fault)
         self.known = tuple(replace(finding, step=self._step) for finding in findings)
         if findings:
             self._change = replace(change, where=where, step=self._step)
-            self._begin(self._change, tuple(find_mitigations()))
+            self._begin(self._change, find_mitigations())
 
     def judge(self, possible: Sequence[PossibleMitigation]) -> None:
-        """Decide for the best of the plans that are possible without a fault, if it pays."""
-        allowed = [item for item in possible if item.mitigation in self._config.policy.allowed]
+        """Adopt the best of the plans that are possible without a fault, if it pays."""
+        allowed = [item for item in possible if item.mitigation in self._costs_s]
         best = min(allowed, key=lambda item: item.iteration_s, default=None)
         if best is None or self._plan_since is None:
             return
-        now_s, cost_s = self.base_s(), self._policy.cost_s(best.mitigation)
+        now_s, cost_s = self.base_s(), self._costs_s[best.mitigation]
         lost_s = (now_s - best.iteration_s) * (self._step - self._plan_since)
         if best.iteration_s <= (1.0 - _LEAST_GAIN) * now_s and lost_s >= cost_s:
-            reason = f"the plan has cost {lost_s:.2f} s so far, another costs {cost_s:.2f} s"
+            reason = f"another would have saved {lost_s:.2f} s, a change costs {cost_s:.2f} s"
             if not self._config.replaces_plan:
                 reason += "; it was given, so it stays"
             choice = replace(best, is_lasting=True)
             self._take(Decision(kind=DecisionKind.APPLY, choice=choice, reason=reason), now_s)
 
-    def _begin(self, change: ChangeEvent, possible: tuple[PossibleMitigation, ...]) -> None:
+    def _begin(self, change: ChangeEvent, possible: Sequence[PossibleMitigation]) -> None:
         for finding in self.known:
             self._report(finding)
         self._say(format_message(change, self.known))
         self._healthy_s = self.base_s()
-        self._slow_s = self._levels.since_s(change.onset_step)
-        self._possible = possible
+        slow_s = self._levels.since_s(change.onset_step)
+        self._fault = FaultAccount(self._healthy_s, slow_s, possible, self._costs_s)
         self._said_why = False
-        self._policy.begin(healthy_s=self._healthy_s)
         # Time lost before the cause was known counts, too.
         for _ in range(change.onset_step, self._step):
-            if self._decide():
+            if self._decide(self._fault):
                 break
 
-    def _end(self, change: ChangeEvent) -> None:
+    def _end(self, change: ChangeEvent, fault: FaultAccount) -> None:
         self._change = replace(
             change,
             kind=ChangeKind.RECOVERY,
             step=self._step,
             onset_step=self.since_step,
-            before=self._slow_s,
+            before=fault.slow_s,
             after=self._healthy_s,
         )
-        decision = self._policy.end()
-        was_done = decision.kind is DecisionKind.UNDO and decision.choice in self._possible
-        self._decision = decision if was_done and not self._config.dry_run else None
+        self._fault, decision = None, fault.end()
+        was_done = decision.kind is DecisionKind.UNDO and not self._config.dry_run
+        self._decision = decision if was_done else None
         if self._decision is None:
             self._note(decision, dry_run=self._config.dry_run)
             self._say(format_message(self._change))
 
-    def _decide(self) -> bool:
-        """Let the policy count one slow iteration; return whether there is something to do."""
-        decision = self._policy.decide(unmitigated_s=self._slow_s, possible=self._possible)
+    def _decide(self, fault: FaultAccount) -> bool:
+        """Count one slow iteration of a fault; return whether there is something to do."""
+        decision = fault.decide()
         if decision.kind is DecisionKind.APPLY:
-            return self._take(decision, self._slow_s)
+            return self._take(decision, fault.slow_s)
         if not self._said_why:
             self._said_why = True
             self._note(decision, dry_run=self._config.dry_run)
         return False
 
     def _take(self, decision: Decision, now_s: float) -> bool:
-        """Let the ranks carry out a decision; if none is to be, only say so, and return False."""
+        """Let the ranks carry out a decision; if none is needed, only report, and return False."""
         choice = decision.choice
         if self._config.dry_run or (choice.is_lasting and not self._config.replaces_plan):
             self._finish(decision, dry_run=True, before_s=now_s, after_s=choice.iteration_s)
@@ -307,7 +306,7 @@ class RunWatch:
         return True
 
     def next_decision(self) -> Decision | None:
-        """Return the decision that all ranks are to carry out now, only once; None if none."""
+        """Return the decision that all ranks are to carry out now, only once; or None."""
         decision, self._decision = self._decision, None
         if decision is not None:
             before_s = self._levels.since_s(self.since_step)
@@ -319,18 +318,19 @@ class RunWatch:
 
         Args:
             call_s: Seconds that it took.
-            refusal: Why it couldn't be carried out, None if it was; then no plan is tried again.
+            refusal: Why it couldn't be carried out; None if it was. If so, no plan is tried again.
         """
         change = self._transition
         assert change is not None
         change.call_s = call_s
         if refusal is not None:
             self._transition, self._plan_since = None, -math.inf
-            self._possible = tuple(item for item in self._possible if not item.plans)
+            if self._fault is not None:
+                self._fault.refuse_plans()
             event = self._note(change.decision)
             self._say(f"{event.mitigation.value} can't be done here. {refusal}")
         elif not change.decision.choice.plans:
-            # A restart: this run won't see what it gains.
+            # A restart: this run won't see its effect.
             self._transition = None
             self._finish(change.decision, before_s=change.before_s)
 
@@ -345,7 +345,8 @@ class RunWatch:
         cost_s = change.call_s + max(0.0, first_s - after_s)
         decision, choice = change.decision, change.decision.choice
         if cost_s > 0.0:
-            self._policy.record_cost(choice.mitigation, cost_s)
+            # The known cost becomes the mean of both.
+            self._costs_s[choice.mitigation] += 0.5 * (cost_s - self._costs_s[choice.mitigation])
         self._levels.settle()
         if not self.known:
             self._levels.forget()

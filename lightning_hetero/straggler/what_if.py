@@ -2,15 +2,15 @@
 
 The time of a forward or backward is factorised: the typical time of its kind × a factor of its
 stage × one of its micro-batch's length × one of its rank × a rest. Each factor is a lower median
-over the operations that share it, so that a single slow rank doesn't change the others' factors.
-Times of transfers are factorised by link in the same way. A cause's share of the excess is the mean
-of two replays: the time that is saved if only this cause is removed, and the time that is lost if
-only this cause is kept.
+over the operations that share it, so that a single slow rank doesn't change other factors. The
+times of transfers are factorised by link in the same way. A cause's share of the excess is the mean
+of two replays' results: the time saved if only this cause is removed, and the time lost if only
+this cause is kept.
 
-In the ideal run every forward, and every backward, takes the mean time of its kind over all stages:
-a perfect balance of the same work. (With a median the work would be less or more.) Transfers take
-their median, since time that a congested link adds isn't work. `answer` puts the result into one
-sentence.
+In the ideal run every forward takes the mean time of forwards over all stages, and every backward
+that of backwards: the same work, perfectly balanced. (With a median the work would be more or
+less.) Transfers take their median, since the time that a congested link adds isn't work. `answer`
+puts the result into one sentence.
 """
 
 from collections.abc import Iterator
@@ -26,15 +26,16 @@ from lightning_hetero.straggler.traces import Layout, OperationTrace, grouped
 __all__ = ["Cause", "Explanation", "answer", "explain"]
 
 _MOST_SUSPECTS = 8
-"""Ranks, and links, that are tried one by one; the others' excess counts as "other"."""
+"""Number of ranks, and of links, that are tried one by one; the excess of others counts as
+"other"."""
 _LEAST_SHARE = 0.01
 _WORTH_SAYING = 1.02
 _SECOND_SHARE = 0.2
 _SLOW, _SLOW_LINK = 1.1, 1.3
-"""Factors above which a rank is slow, if by more than chance, and a link."""
+"""Factors above which a rank (unless by chance) and a link are slow."""
 _STANDARD_ERRORS = 4.0
 _VARIED = 0.1
-"""Micro-batches differ in length if their costs do by more than this, at the median."""
+"""Micro-batches differ in length if the median difference of their costs is above this share."""
 _PAUSE, _PAUSED_GAP = 1.5, 0.25
 """A rest above this factor is a pause, and a gap longer than this share of a forward's time."""
 _FEW = 4
@@ -56,23 +57,24 @@ class Cause:
     kept: float
     """Share of the excess that is left if only this cause is kept."""
     factor: float
-    """How many times longer its operations take than others of their kind."""
+    """The factor by which its operations take longer than others of their kind."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a run took, what was possible, and why they differ; seconds are means per step."""
+    """How long a run took, how long it could have taken, and why; seconds are means per step."""
 
     actual_s: float
     ideal_s: float
-    """With every forward, and every backward, as long as their mean, transfers as their median."""
+    """The time if every forward and backward takes the mean of its kind, and transfers their
+    median."""
     replayed_s: float
-    """The replay with all durations as they were: how good the model of the trace is."""
+    """The time of a replay with the recorded durations, which shows how good the replay is."""
     causes: tuple[Cause, ...]
 
     @property
     def slowdown(self) -> float:
-        """The actual time over the ideal one."""
+        """The actual time divided by the ideal one."""
         return self.actual_s / self.ideal_s if self.ideal_s > 0 else 1.0
 
     def to_dict(self) -> dict[str, object]:
@@ -122,7 +124,7 @@ def explain(trace: OperationTrace) -> Explanation:
 
 
 def _even(replay: Replay) -> FloatArray:
-    """Return own times of a perfect balance: the same compute in all, evenly spread."""
+    """Return own times under a perfect balance: the same computation in total, evenly spread."""
     trace = replay.trace
     own_s = replay.own_s.copy()
     for kind, name in enumerate(trace.kinds):
@@ -136,7 +138,7 @@ def _even(replay: Replay) -> FloatArray:
 
 @dataclass(frozen=True)
 class _Suspect:
-    """A possible cause: by what it multiplies own times, and what it adds to them and to gaps."""
+    """A possible cause: the factors of own times, and what it adds to them and to gaps."""
 
     kind: str
     which: int | str | None
@@ -148,7 +150,7 @@ class _Suspect:
 
 
 class _Parts:
-    """The factors of every operation and barrier; `base_s` times all of them is its own time."""
+    """The factors of every operation and barrier; times `base_s` they are its own time."""
 
     def __init__(self, replay: Replay) -> None:
         trace, own, count = replay.trace, replay.own_s, len(replay.trace)
@@ -189,7 +191,7 @@ class _Parts:
         self._rest[ops] /= slow[group]
 
     def _compare_links(self) -> None:
-        """Set the factors of links that are slower than their like."""
+        """Set the factors of links that are slower than other links."""
         ops = np.flatnonzero((self._link_of >= 0) & (self.base_s > 0))
         if len(ops):
             number = self._link_of[ops]
@@ -198,7 +200,7 @@ class _Parts:
             self._link[ops] = ratio[number]
 
     def suspects(self) -> Iterator[_Suspect]:
-        """Yield all that may be a cause."""
+        """Yield everything that may be a cause."""
         replay, computes = self._replay, self._computes
         stage, rank = replay.of_all(replay.trace.stage), replay.of_all(replay.trace.rank)
         weight = np.bincount(stage[computes], (self.base_s * self._stage)[computes], 1)
@@ -271,7 +273,7 @@ def _take_apart(
             length = _low_median(own / typical[like], microbatch)[microbatch]
     slow = _low_median(own / (typical[like] * length), by_rank)[by_rank]
     if several_stages:
-        # What slows a whole pipeline looks like long micro-batches.
+        # Something that slows a whole pipeline looks like long micro-batches.
         first_of = np.unique(microbatch, return_index=True)[1]
         pipelines = grouped(pipeline)
         each, of = length[first_of], pipelines[first_of]
@@ -281,7 +283,7 @@ def _take_apart(
         length, slow = length / whole[pipelines], slow * whole[pipelines]
     else:
         slow = _significant(own / typical[like], by_rank, like)
-    # A rank is slow in all that it does.
+    # A rank is slow in all its operations.
     rank = grouped(trace.rank[ops])
     together = np.bincount(rank, own) / np.bincount(rank, own / slow)
     slow = np.where(together[rank] >= _SLOW, slow, 1.0)
@@ -294,7 +296,7 @@ def _take_apart(
 
 
 def _significant(values: FloatArray, group: IntArray, like: IntArray) -> FloatArray:
-    """Return by what factor a group is above its like, 1 where chance may have made it so."""
+    """Return the factor of a group above comparable ones; 1 if it may be chance."""
     medians = _low_median(values, group)
     like_of = _groups_of(group, grouped(like))
     ratio = medians / _low_median(medians, like_of)[like_of]
@@ -313,7 +315,7 @@ def _link_names(trace: OperationTrace) -> tuple[IntArray, tuple[str, ...]]:
         (("forward-recv", "backward-send"), -1),
     ):
         used = trace.are(*names)
-        # Of two stages, the way from the last to the first is the same link.
+        # Between two stages, the way from the last to the first is the same link.
         lower = (trace.stage[used] + hop) % num_stages if num_stages > 2 else 0
         number[used] = trace.pipeline[used] * num_stages + lower
     first = int(trace.pipeline.max() + 1) * num_stages
@@ -337,7 +339,7 @@ def _typical_s(replay: Replay, ops: IntArray) -> FloatArray:
     kind = np.r_[trace.kind, len(trace.kinds) + trace.kind[behind]][ops]
     stage, pipeline = (replay.of_all(column)[ops] for column in (trace.stage, trace.pipeline))
     transfer = np.isin(kind, np.flatnonzero(np.isin(trace.kinds, TRANSFERS)))
-    # Of transfers, links are alike; of the others, the stages.
+    # Of transfers, links are comparable; of the others, stages.
     place = grouped(kind, stage, np.where(transfer, pipeline, 0))
     kind_of = _groups_of(place, grouped(kind))
     typical = _low_median(_low_median(replay.own_s[ops], place), kind_of)
@@ -367,7 +369,7 @@ def answer(explanation: Explanation, layout: Layout = _UNKNOWN) -> str:
 def _say(cause: Cause, layout: Layout) -> str:
     """Return a cause's name and what to do."""
     which: Any = cause.which
-    slower = f"{cause.factor:.2f} × slower than its like"
+    slower = f"{cause.factor:.2f} × slower than comparable ones"
     if cause.kind == "rank":
         last = which + layout.tp_size - 1
         ranks = f"rank {which}" if last == which else f"one of ranks {which} to {last}"

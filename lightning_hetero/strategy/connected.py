@@ -1,4 +1,4 @@
-"""Lightning's strategy hooks about processes: devices, ranks, and what ranks tell each other."""
+"""Lightning's strategy hooks about processes: devices, ranks and collectives."""
 
 import os
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class ConnectedStrategy(ParallelStrategy):
-    """Passes what Lightning asks of processes on to `Processes`.
+    """Passes Lightning's calls about processes on to `Processes`.
 
     Args:
         processes: Connects this process with the others.
@@ -48,7 +48,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     @property
     def awaits_recovery(self) -> bool:
-        """Whether the slices' values have yet to be recovered, after a rank was lost."""
+        """Whether the slices' values still have to be recovered, after a rank was lost."""
         return False
 
     @property
@@ -58,7 +58,7 @@ class ConnectedStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        # Not kept in `_accelerator`: a second Trainer would say that two were chosen.
+        # Not kept in `_accelerator`: a second Trainer would raise that two strategies were chosen.
         if self._accelerator_of_trainer is not None:
             raise ConfigurationError(
                 "This HeteroStrategy belongs to another Trainer, whose processes and slices it "
@@ -67,7 +67,7 @@ class ConnectedStrategy(ParallelStrategy):
         self._accelerator_of_trainer = accelerator
 
     is_distributed = True
-    """Lightning reads it before it injects samplers and reduces logged values."""
+    """Lightning reads it when it injects samplers and reduces logged values."""
 
     @property
     @override
@@ -96,7 +96,7 @@ class ConnectedStrategy(ParallelStrategy):
         """Tell Lightning's own environment and `rank_zero_only` their ranks."""
         if (environment := self.cluster_environment) is None:
             return
-        # Environments that know their ranks, such as torchrun's, ignore what they are told here.
+        # Environments that know their ranks, such as torchrun's, ignore these calls.
         environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
         environment.set_world_size(self.num_nodes * self.num_processes)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
@@ -138,6 +138,6 @@ def _device_of(devices: list[torch.device], local_rank: int) -> torch.device:
     """Return a process's device."""
     if len(devices) > local_rank:
         return devices[local_rank]
-    # More processes run on this node than `devices=` says: the launcher knows better.
+    # More processes run on this node than `devices=` says: trust the launcher.
     device = devices[0]
     return device if device.type == "cpu" else torch.device(device.type, local_rank)

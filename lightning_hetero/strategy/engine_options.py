@@ -1,4 +1,4 @@
-"""The user's options for the engine, and the engine made of them once there are ranks and plans."""
+"""The user's options for the engine, from which it is made once there are ranks and plans."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,7 +48,7 @@ _ARITHMETIC = {
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Arguments of `HeteroStrategy` under the same names.
+    """The arguments of `HeteroStrategy` with these names.
 
     Raises:
         ConfigurationError: `num_microbatches` is below 1, or `redundancy` isn't 0 or 1 or doesn't
@@ -163,7 +163,7 @@ class EngineOptions:
 
 
 def register_layers() -> None:
-    """Teach jsonargparse, which LightningCLI parses with, to read ranges in both spellings.
+    """Let jsonargparse, with which LightningCLI parses, read layers as [0, 4] and as "range(0, 4)".
 
     What it could read before, such as "range(4)", it still reads.
     """

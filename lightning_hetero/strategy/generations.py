@@ -1,32 +1,31 @@
-"""Fit again and again, each time with the ranks that are left, without ending their processes.
+"""Run one fit after another, each with the remaining ranks, without ending their processes.
 
 With `ElasticRestart(in_place=True)` a worker's fit may end because a rank is lost, joins or leaves.
 Then another fit follows:
 
 1. The failure detector is paused, the old generation's groups are closed, and this rank's part of
-the
-   last step is kept (`checkpoint.live`).
+   the last step is kept in memory (`checkpoint.live`).
 2. The fit ends as Lightning ends it: `teardown` of strategy, loops, callbacks and data module.
-3. The ranks that are left form the next generation (`runtime.generation.membership`), together with
-   joiners that wait (`runtime.generation.joiners`). If ranks have stopped between two steps to let
-   some join or leave, this comes first, so that no rank closes connections that others still use.
-4. Random state, loops and flags are set back to what they were before the first fit. 5. Callbacks
-get `on_generation(trainer, old, new)`, and the fit begins as after any restart: processes
-   meet, a plan is made for the ranks that are left, and the state comes from what they have kept,
-   or else from the newest checkpoint.
+3. The remaining ranks form the next generation, together with joiners that wait
+   (`runtime.generation.membership`). If ranks have stopped between two steps to let some join or
+   leave, this comes first, so that no rank closes connections that others still use.
+4. Random state, loops and flags are set back to what they were before the first fit.
+5. Callbacks get `on_generation(trainer, old, new)`, and the fit begins as after any restart:
+   processes connect, a plan is made for the remaining ranks, and the state comes from what they
+   have kept in memory, or else from the newest checkpoint.
 
-A joiner comes here in its first fit, as every process does, and meets the generation that has
-called it. If an error comes before that generation has trained a step, the joiners are held
-responsible: the others go on without them.
+A joiner comes here in its first fit, as every process does, and enters the generation that has
+called it. If an error occurs before that generation has finished a step, its joiners are assumed to
+be the cause, and the others go on without them.
 
-This is written for NCCL, too, but not tried with it. Only ranks abort operations, before anything
-waits for them, and a step that a device hadn't finished by then doesn't count
+This is written for NCCL, too, but hasn't been tried with it. Only ranks abort operations, before
+anything waits for them, and a step that a device hadn't finished by then doesn't count
 (`communicators.StepEnd`). Generations share no communicators, and an error that makes a process
 unusable (CUDA's) ends only that process.
 
 Why not repeat the failed iteration instead? It would save the set-up. But loaders, optimizers,
-loops and callbacks know ranks and shares of data, and each would need a second way to change them.
-The way in which a new process enters a run is needed in any case, so old processes take it, too.
+loops and callbacks depend on ranks and shares of data, and each would need a second way to change
+them. A new process must enter a run in this way in any case, so old processes do it, too.
 """
 
 import gc
@@ -57,15 +56,15 @@ __all__ = ["Generations", "size_that_stays"]
 
 _log = logging.getLogger(__name__)
 _MOST_IN_VAIN = 10
-"""After so many generations in a row without a step the run ends, since its fault always
-returns."""
+"""Number of successive generations without a finished step after which the run ends: its fault then
+recurs always."""
 
 
 def size_that_stays(told: Iterable[int]) -> int:
-    """Return how many of a loader's batches make an iteration, which no generation changes.
+    """Return how many of a loader's batches make an iteration: all generations keep the number.
 
     Args:
-        told: The number that each rank gives; 0 from a joiner.
+        told: The number on each rank; 0 on a joiner.
 
     Raises:
         CheckpointError: Only joiners are left.
@@ -80,12 +79,12 @@ def size_that_stays(told: Iterable[int]) -> int:
 
 
 class Generations:
-    """The fits, one for each generation, that follow each other in one `Trainer.fit`.
+    """The fits, one for each generation, that make up one `Trainer.fit`.
 
     Args:
         strategy: The Trainer's strategy.
         trainer: The Trainer.
-        silence: How late a heartbeat may be.
+        silence: How long a rank may show no heartbeat.
     """
 
     def __init__(
@@ -96,13 +95,13 @@ class Generations:
         self._trainer: Any = trainer
         self._num_in_vain = 0
         self._joiners: tuple[int, ...] = ()
-        """The numbers of members that weren't in the generation before the present one."""
+        """The numbers of the members that weren't in the previous generation."""
         self._processes.outlive_ranks(silence)
         leave_failures_to_ranks(os.environ)
 
     def fit(self, work: Callable[[], Any]) -> Any:
-        """Fit until training has ended, whichever ranks come, leave or are lost on the way."""
-        # Objects that stay, such as modules, needn't be visited by a collection after a loss.
+        """Fit until training has ended, even if ranks join, leave or are lost."""
+        # After a loss, a collection needn't visit objects that stay, such as modules.
         gc.collect()
         gc.freeze()
         before = _BeforeFit(self._trainer)
@@ -123,7 +122,7 @@ class Generations:
                 else:
                     self._processes.end_generations()
                     return result
-                # Outside of `except`, where the error would keep old objects alive.
+                # Outside of `except`, in which the error would keep old objects alive.
                 self._begin_next(end, before)
         except BaseException as error:
             if not isinstance(error, AgreedExit):
@@ -133,7 +132,7 @@ class Generations:
     def _reason_to_go_on(self, error: Exception) -> str | None:
         """Return why a next generation follows an error; None, and log why, if none does."""
         if self._strategy.memory is not None:
-            self._strategy.memory.explain(error)  # First, since others are told the explanation.
+            self._strategy.memory.explain(error)  # First: others are told the explanation.
         trained, joiners = self._strategy.has_trained, self._joiners
         lost = self._processes.lost_peer(error)
         if joiners and not trained:
@@ -162,7 +161,7 @@ class Generations:
             self._end_fit(ended)
             old, new = processes.form_generation(calls_joiners=False)
         else:
-            processes.comms.step_end.wait()  # Before groups are closed: they would cut it short.
+            processes.comms.step_end.wait()  # Before groups are closed, which would interrupt it.
             if processes.comms.global_rank in end.leaving:
                 processes.see_others_off()
                 raise AgreedExit(0)
@@ -191,7 +190,7 @@ class Generations:
         module = self._strategy.lightning_module
         self._processes.leave_generation()
         if not self._trainer.training:
-            # A validation that was cut short has left modules in evaluation mode.
+            # An interrupted validation has left modules in evaluation mode.
             self._trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()
         run = self._trainer.strategy.run
         for checkpoint in run.checkpoints:
@@ -213,7 +212,7 @@ class _End:
 
 
 class _BeforeFit:
-    """The state of a Trainer, and of the generators of random numbers, before a fit.
+    """The state of a Trainer, and of the random number generators, before a fit.
 
     Args:
         trainer: The Trainer whose fit begins.

@@ -5,11 +5,11 @@ parts: `Processes` (connections to other processes), `SlicedState` (the module's
 (which rank gets which samples) and `Steps` (one iteration of the engine for each step). Lightning
 calls in this order:
 
-1. `setup_environment`: processes meet, communicators are made.
+1. `setup_environment`: the processes connect to each other, communicators are made.
 2. `setup`: layers are found, the plan is checked or made, the module's parameters become slices.
-3. `process_dataloader`: batches of loaders are dealt out to pipelines.
-4. `training_step`: the engine runs one iteration, exchange included. Its gradients are kept until
-   Lightning's `backward` puts them into the slices.
+3. `process_dataloader`: the loaders' batches are distributed over the pipelines.
+4. `training_step`: the engine runs one whole iteration, pull and push included. The gradients are
+   kept until Lightning calls `backward`, which puts them into the slices.
 5. `save_checkpoint` and others: consolidated files that plain Lightning reads.
 6. `teardown`: the module keeps its slices after the run, or gets whole parameters back.
 """
@@ -119,8 +119,8 @@ class HeteroStrategy(HookedStrategy):
             "full", n for every n-th, or "selective": all but matrix products and attention. A plan
             overrides it (`recomputed_layers`, `selective_layers`, `activation_budget_bytes`).
         activation_budget_bytes: Most bytes of layers' activations that each rank keeps. Every
-            micro-batch recomputes only as many layers as that needs. The first iteration, which
-            measures what a layer keeps, recomputes nearly all layers.
+            micro-batch recomputes as few layers as that allows. The first iteration measures what
+            a layer keeps, and recomputes nearly all layers.
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
         fp32_gradients: Whether a rank that computes in bf16 sums the gradients of several
             micro-batches in fp32. False saves 2 bytes per parameter, but rounds every sum.

@@ -1,7 +1,7 @@
-"""Lightning's strategy hooks, each of which passes the work on to one of the strategy's parts.
+"""Lightning's strategy hooks; each passes its work on to one of the strategy's parts.
 
-`HeteroStrategy` adds the user's options and the set-up of a run. Private names of Lightning that
-are needed here are listed in `docs/private-names.md`.
+`HeteroStrategy` adds the user's options and the set-up of a run. `docs/private-names.md` lists the
+private names of Lightning that are used here.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -57,9 +57,11 @@ class HookedStrategy(ConnectedStrategy):
         super().__init__(processes, start_method=start_method, **options)
         self._slices = slices
         self._failed = False
+        self._shows_early = False
+        """Whether hooks get the slices between a training step and its backward."""
         self._num_changes = 0
         self._restored: RestoredState | None = None
-        """What Lightning restores next, instead of a file."""
+        """The state that Lightning restores next, in place of a checkpoint file."""
         self._dealer: Dealer | None = None
         """Deals samples out to ranks; set by `setup`."""
         self._steps: Steps | None = None
@@ -79,7 +81,7 @@ class HookedStrategy(ConnectedStrategy):
 
     @property
     def hooked_slices(self) -> HookedSlices:
-        """The slices as hooks get them; available as the engine is."""
+        """The slices as hooks see them; available from `setup` to `teardown`."""
         assert self._slices.hooked is not None, "the strategy has not been set up"
         return self._slices.hooked
 
@@ -112,7 +114,7 @@ class HookedStrategy(ConnectedStrategy):
     @override
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        # `Trainer.init_module(empty_init=True)`: slices get their values when they are made.
+        # `Trainer.init_module(empty_init=True)`: make no values here, since slices get them later.
         with torch.device("meta") if empty_init else super().tensor_init_context():
             yield
 
@@ -126,7 +128,7 @@ class HookedStrategy(ConnectedStrategy):
             super().setup_optimizers(trainer)
 
     def check_before_start(self) -> None:
-        """Refuse what needs no other process to be known; the launcher calls it first."""
+        """Refuse what this process alone can see to be wrong; the launcher calls it first."""
 
     # -- data and steps -------------------------------------------------------------------------
 
@@ -166,7 +168,7 @@ class HookedStrategy(ConnectedStrategy):
         if members is not None and described and not self.has_trained:
             members.tell_layer_call(described)
         self.has_trained = True
-        if sees_early(self._module, *self._trainer.callbacks):
+        if self._shows_early:
             self.hooked_slices.enter()
         return trained
 
@@ -180,7 +182,7 @@ class HookedStrategy(ConnectedStrategy):
 
     @override
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # Callbacks that write predictions have the sample indices of this rank's pipeline only.
+        # Callbacks that write predictions get the sample indices of this rank's pipeline only.
         return self._evaluate(self._module.predict_step, batch, args, kwargs, of_pipeline=True)
 
     def _evaluate(self, *args: Any, of_pipeline: bool = False) -> Any:
@@ -229,6 +231,7 @@ class HookedStrategy(ConnectedStrategy):
     @override
     def on_train_start(self) -> None:
         self._restored = None
+        self._shows_early = sees_early(self._module, *self._trainer.callbacks)
         self.has_begun_training = True
         self._processes.begin_training()
         self.engine.mark_weights_stale()
@@ -281,7 +284,7 @@ class HookedStrategy(ConnectedStrategy):
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
         if self._restored is not None:
-            return self._restored.checkpoint  # The file counts at the first start only.
+            return self._restored.checkpoint  # The file is read at the first start only.
         return read_checkpoint(
             checkpoint_path,
             weights_only=weights_only,
@@ -316,14 +319,14 @@ class HookedStrategy(ConnectedStrategy):
         self._processes.fail(exception)
 
     def await_recovery(self, trained_at_first: Mapping[str, bool]) -> None:
-        """Drop what was set up, because a rank is lost; the next `setup` recovers the state.
+        """Drop what was set up because a rank is lost; the next `setup` recovers the state.
 
         Args:
             trained_at_first: Whether parameters trained when the run began, by name.
         """
         self._failed, self.has_trained = True, False
         self._slices.await_recovery(trained_at_first)
-        # So that `teardown` doesn't move their state to the CPU and keep the old engine in memory.
+        # Otherwise `teardown` would move their state to the CPU and keep the old engine in memory.
         self.optimizers, self._restored = [], None
         self._dealer = self._steps = self.memory = None
 
@@ -340,10 +343,13 @@ class HookedStrategy(ConnectedStrategy):
         if not self._failed:
             self._processes.stop_watching()
         elif module is not None and any(parameter.is_meta for parameter in module.parameters()):
-            # Lightning moves it to CPU, which meta tensors refuse: that would hide the first error.
+            # Lightning moves the module to the CPU. Meta tensors refuse that, which would hide the
+            # first error.
             self._lightning_module = None
         super().teardown()
-        # Not earlier: stand-ins have no values that could move to CPU, as the slices just did.
+        # Not earlier: stand-ins have no values, so they can't be moved to the CPU as the slices
+        # just were.
         self._slices.leave_stand_ins()
-        # After a failure, watching stops last, so that it also ends a wait for a dead peer in here.
+        # After a failure, stop watching last: until then it also ends waits for a dead rank in this
+        # method.
         self._processes.stop_watching()

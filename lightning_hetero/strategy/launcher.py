@@ -1,9 +1,9 @@
 """Start a node's other processes, and wrap the whole of `Trainer.fit`.
 
-Lightning runs all of `Trainer.fit` inside the launcher, so here a strategy can do something before
-and after it. With `ElasticRestart(in_place=True)` the launcher first makes the process that was
-started a keeper (`runtime.generation.keeper`). The keeper's child runs the script again, comes here
-as a worker, and runs one fit for each generation (`generations`).
+Lightning runs the whole of `Trainer.fit` inside the launcher, so a strategy can do something before
+and after it. With `ElasticRestart(in_place=True)` the launcher first turns the process that was
+started into a keeper (`runtime.generation.keeper`). The keeper's child runs the script again, comes
+here as a worker, and runs one fit for each generation (`generations`).
 """
 
 import logging
@@ -51,13 +51,13 @@ def launcher_of(
     num_nodes: int,
     check_world_size: Callable[[int], None],
 ) -> "_CheckedLauncher | HeteroLauncher":
-    """Return the launcher of this node's other processes, which starts them if nobody else has.
+    """Return the launcher that starts this node's other processes, if they aren't started yet.
 
     Args:
         strategy: The strategy that launches.
         start_method: See `HeteroStrategy`.
         num_nodes: Number of nodes.
-        check_world_size: Raises an error for a number of processes that can't run. Called before
+        check_world_size: Raises an error if a number of processes can't run the plan. Called before
             any process is started, but not for joiners.
     """
     environment = strategy.cluster_environment
@@ -86,7 +86,7 @@ class _CheckedLauncher(_MultiProcessingLauncher):
 
 
 class HeteroLauncher(_SubprocessScriptLauncher):
-    """Starts this node's other processes, if nobody else has, and outlives the loss of ranks.
+    """Starts this node's other processes, if they aren't started yet, and outlives lost ranks.
 
     Args:
         strategy: The strategy that launches.
@@ -137,7 +137,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
             replaces: Whether joiners take the devices of lost workers.
 
         Raises:
-            ConfigurationError: It isn't possible on this system.
+            ConfigurationError: The system doesn't support it.
         """
         if not sys.platform.startswith("linux"):
             raise ConfigurationError(
@@ -147,7 +147,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
         environment, joins = self.cluster_environment, is_joiner()
         started = environment.main_address, environment.main_port
         address, port = split_address(os.environ[JOIN]) if joins else started
-        # Variables that Lightning has set here aren't the user's: workers don't get them.
+        # Workers don't get variables that Lightning, not the user, has set here.
         common = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         if environment.creates_processes_externally:
             workers = [common]
@@ -176,7 +176,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
 
 
 def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
-    """Compile a layer and load its kernels, before anybody waits for this joiner."""
+    """Compile a layer and load its kernels before others wait for this joiner."""
     described, options = layer_call_of_run(strategy.processes.start_timeout), strategy.options
     _, layers = find_layers(module, options.layers)
     if not described or not layers:
@@ -188,7 +188,7 @@ def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
         rehearse(layer, described, device=strategy.root_device, dtype=dtype)
         _log.info("Called a layer before joining.")
     except Exception as error:
-        # Without the rehearsal the joiner's first step is slower; it shows whether it can train.
+        # Without this the joiner's first step is slower; that step shows whether it can train.
         _log.warning("This joiner's layers couldn't be called before it is let in: %r", error)
     finally:
         vars(layer).pop("forward", None)

@@ -1,12 +1,13 @@
-"""The precision plugin of `HeteroStrategy`: which dtype computes, and clipping over all slices.
+"""The precision plugin of `HeteroStrategy`: dtypes of computations, clipping over all slices.
 
-Backward passes run inside the strategy's step, so Lightning's own `backward` only puts the finished
+Backward passes run inside the strategy's step, so Lightning's own `backward` only puts their
 gradients into the slices. Clipping by norm needs the norm over the slices of all ranks, each
 counted once: one all-reduce of one number.
 
-In fp16, losses are scaled as by torch's `GradScaler`, so that small gradients don't vanish. In each
-iteration all ranks know whether any gradient has overflowed on any rank. If so, no rank makes the
-optimizer step, and all lower the scale. So all have the same scale, and checkpoints save one.
+In fp16, losses are scaled as by torch's `GradScaler`, so that small gradients don't become zero. In
+each iteration all ranks learn whether any gradient has overflowed on any rank. If so, no rank makes
+the optimizer step, and all lower the scale. So all have the same scale, and a checkpoint saves it
+once.
 """
 
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ _REASONS = {
 
 
 class Gradients(Protocol):
-    """What the precision plugin needs of the strategy: the run's gradients."""
+    """What the precision plugin needs of the strategy."""
 
     def deposit_gradients(self) -> None:
         """Move the iteration's gradients into the slices."""
@@ -56,16 +57,16 @@ class Gradients(Protocol):
         """Return the norm of parameters' gradients over all ranks; collective."""
 
     def begin_change(self) -> None:
-        """Note that an optimizer is about to change the slices, and no rank waits for others."""
+        """Note that an optimizer is about to change the slices, without waiting for other ranks."""
 
 
 class HeteroPrecision(Precision):
-    """Compute in `compute_dtype`, keep and update slices in `master_dtype`.
+    """Compute in `compute_dtype`; store and update slices in `master_dtype`.
 
     Args:
         precision: "32-true"; "bf16-mixed" (bf16 weights under autocast in steps, fp32 slices) or
             "bf16-true" (both bf16); "16-mixed", with scaled losses, and "16-true" the same in fp16.
-        scaler: The scaler of "16-mixed", which gives the first scale and how it changes.
+        scaler: The scaler of "16-mixed", for its first scale and its rule of change.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class HeteroPrecision(Precision):
         if precision == "16-mixed":
             scaler = scaler or GradScaler("cpu")
         self.scaler: dict[str, Any] | None = None if scaler is None else scaler.state_dict()
-        """A `GradScaler`'s state, which this plugin updates; None if losses aren't scaled."""
+        """The state of a `GradScaler`, updated here; None if losses aren't scaled."""
         self._has_overflow = False
         """Whether gradients have overflowed on any rank since the optimizer's last step."""
         self._gradients: Gradients | None = None
@@ -100,7 +101,7 @@ class HeteroPrecision(Precision):
 
     @property
     def loss_scale(self) -> float:
-        """Factor of losses in backward passes; the same on all ranks."""
+        """The factor of losses in backward passes; the same on all ranks."""
         return 1.0 if self.scaler is None else float(self.scaler["scale"])
 
     def note_gradients(self, *, are_finite: bool) -> None:
@@ -129,15 +130,15 @@ class HeteroPrecision(Precision):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the scale of the run that is resumed."""
+        """Use the scale of the run that is resumed."""
         if self.scaler is not None:
             self.scaler.update(state_dict)
 
     @override
     def convert_input(self, data: Any) -> Any:
-        """Return a batch, with "bf16-true" its floating-point tensors in bf16, as in Lightning.
+        """Return a batch; with "bf16-true" its floating-point tensors are bf16, as in Lightning.
 
-        With "bf16-mixed" they stay as they are: targets in bf16 would lose digits.
+        With "bf16-mixed" they stay as they are: targets would lose precision in bf16.
         """
         return apply_to_collection(data, Tensor, self._converted) if self._is_half else data
 
@@ -151,7 +152,7 @@ class HeteroPrecision(Precision):
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
-        """Return the module, with "bf16-true" its buffers in bf16, as in Lightning.
+        """Return the module; with "bf16-true" its buffers are bf16, as in Lightning.
 
         Weights are converted where slices are made of them.
         """
@@ -197,7 +198,8 @@ class HeteroPrecision(Precision):
 
     @override
     def _after_closure(self, model: LightningModule, optimizer: Any) -> None:
-        # Ranks wait for each other in hooks and clipping, but not in the optimizer's step itself.
+        # Ranks wait for each other in hooks and in clipping, but not in the optimizer's step
+        # itself.
         super()._after_closure(model, optimizer)
         if self._gradients is not None:
             self._gradients.begin_change()

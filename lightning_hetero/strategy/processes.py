@@ -27,8 +27,8 @@ from lightning_hetero.runtime.generation.entering import (
     join_membership,
     open_membership,
 )
+from lightning_hetero.runtime.generation.log import Generation
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import Generation
 from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
     check_queues,
@@ -55,7 +55,7 @@ __all__ = ["Processes", "StartMethod"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _MAX_EAGER_RANKS = 64
-"""Up to so many ranks gloo connects all pairs of a new group at once, not only when needed."""
+"""Up to so many ranks gloo connects all pairs of a new group at once, instead of on demand."""
 _FORMING = 1.5
 """If a generation takes this many times `patience_s` to form, the store counts as frozen."""
 _FIRST_FIT = (
@@ -68,9 +68,9 @@ class Processes:
     """One process's connections to the others of a run.
 
     1. `meet`: connect to the others and begin to watch them,
-    2. `reduce` and other collectives, under `watching`,
-    3. `fail` or `stop_watching`: the end,
-    4. or, after `outlive_ranks`, `form_generation`, `enter_generation` and `meet` again.
+    2. `reduce` and other collectives, inside `watching`,
+    3. at the end `fail` or `stop_watching`,
+    4. or, after `outlive_ranks`: `form_generation`, `enter_generation`, and `meet` again.
 
     Args:
         timeout: How long a rank waits for another before it gives up, once all have connected.
@@ -125,14 +125,15 @@ class Processes:
         if environment.world_size() > _MAX_EAGER_RANKS:
             allow_files(os.getpid())
             if self._silence is None:
-                # Lazily, because each group costs a rank as many sockets as there are ranks. But
-                # connections that may have to be closed are known only if made with their group.
+                # Lazily, since each group costs a rank as many sockets as there are ranks. But
+                # connections that may have to be closed can be recorded only if they are made with
+                # their group.
                 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         if self._silence is not None and self._membership is None:
             environment = self._become_member(package_versions() | facts_of_fit(module))
         if environment.world_size() > 1 or self._membership is not None:
             check_queues(device, os.environ)
-            # From the first moment when this rank may wait for another.
+            # From here on, this rank may have to wait for another.
             if self._detector is None:
                 self._detector = self._make_detector()
                 self._detector.expect_slow_start(is_expected=self._silence is not None)
@@ -146,7 +147,7 @@ class Processes:
         return self._environment
 
     def begin_training(self) -> None:
-        """Apply the usual limit to heartbeats from now on: all processes have started."""
+        """Limit the silence of heartbeats as usual from now on: all processes have started."""
         if self._detector is not None:
             self._detector.expect_slow_start(is_expected=False)
 
@@ -157,7 +158,7 @@ class Processes:
         else:
             assert self._environment is not None
             rank, world_size = self._environment.global_rank(), self._environment.world_size()
-            ring = Ring(numbers=tuple(range(world_size)), rank=rank, bulletin=self._membership)
+            ring = Ring(numbers=tuple(range(world_size)), rank=rank)
             beat_s = interval_s(self._timeout.total_seconds())
             self._heartbeat = Heartbeat(self._connect_store(), number=rank, interval_s=beat_s)
         assert self._heartbeat is not None
@@ -192,9 +193,9 @@ class Processes:
         return self._store
 
     def open_store(self, name: str) -> tuple[Store, str]:
-        """Return a part of the ranks' store with names of its own, by a new client; and its host.
+        """Return a part of the ranks' store under a name of its own, by a new client; and its host.
 
-        All ranks call it equally often.
+        All ranks must call it equally often.
         """
         store, rank = self._connect_store(), self.comms.global_rank
         number = store.add(f"{name}/{rank}", 1)
@@ -215,7 +216,7 @@ class Processes:
     # -- failures -------------------------------------------------------------------------------
 
     def watching(self) -> AbstractContextManager[None]:
-        """Return a context that turns others' failures into `PeerError`, and reports its own."""
+        """Return a context that turns others' failures into `PeerError`, and reports own ones."""
         return nullcontext() if self._detector is None else self._detector.watching()
 
     def stop_watching(self) -> None:
@@ -236,7 +237,7 @@ class Processes:
         """Go on in place when another rank is lost; called before the processes first meet.
 
         Args:
-            silence: How late a rank's heartbeat may be before the rank counts as lost.
+            silence: How long a rank may show no heartbeat before it counts as lost.
 
         Raises:
             ConfigurationError: They have met already.
@@ -246,10 +247,10 @@ class Processes:
         self._silence = silence
 
     def end_generations(self) -> None:
-        """Note that training has ended: if a rank is lost from now on, the others end, too."""
+        """Note that training has ended: from now on, if a rank is lost, the others end, too."""
         if self._membership is not None:
-            self._membership.tell_end()  # Keepers of lost members end when they hear of it.
-        # What follows, such as a test, may make others wait as long as in any run.
+            self._membership.tell_end()  # Keepers of lost members then end.
+        # What follows, such as a test, may make others wait as long as in any other run.
         self._silence = self._detector = None
 
     @property
@@ -259,12 +260,12 @@ class Processes:
 
     @property
     def membership(self) -> Membership | None:
-        """This process's part in a run that outlives ranks; None until it is a member."""
+        """This process's membership in a run that outlives ranks; None until it is a member."""
         return self._membership
 
     @property
     def joins(self) -> bool:
-        """Whether this process is to join a run that trains already."""
+        """Whether this process is to join a run that is training already."""
         return self._silence is not None and is_joiner()
 
     @property
@@ -295,7 +296,7 @@ class Processes:
         assert self._environment is not None
         environment = GenerationEnvironment(self._environment, generation, self._membership.number)
         self._environment = environment
-        # Waits in the store for ranks that don't come are ended with the connections, too.
+        # Closing the connections must also end waits in the store for ranks that don't come.
         self._connections = Connections(may_end=True)
         self._store = self._connections.open(partial(self._membership.store_of, generation))
         self._store.set_timeout(self._timeout)
@@ -331,9 +332,8 @@ class Processes:
     ) -> tuple[Generation, Generation]:
         """Agree with the others on who goes on; `enter_generation` follows.
 
-        If a rank was lost, `leave_generation` must come first, so that nobody waits in a group. If
-        all have stopped between two steps, it must come later, so that no connection in use is
-        closed.
+        If a rank was lost, call `leave_generation` before, so that no rank waits in a group. If all
+        have stopped between two steps, call it afterwards, so that no connection in use is closed.
 
         Args:
             leaving: Ranks that don't go on; the same on all others.
@@ -346,16 +346,12 @@ class Processes:
             PeerError: The others go on without this process, or the store is gone.
         """
         self._stop_judging()
-        membership, heartbeat, silence = self._membership, self._heartbeat, self._silence
+        membership = self._membership
         assert membership is not None
-        assert heartbeat is not None
-        assert silence is not None
         with ended_when_late(
             membership.number, "the membership's store", _FORMING * membership.patience_s
         ):
-            return membership.form_next(
-                heartbeat, silence.total_seconds(), leaving, calls_joiners=calls_joiners
-            )
+            return membership.form_next(leaving, calls_joiners=calls_joiners)
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
         """Enter a generation that has formed; return the environment that knows its ranks."""

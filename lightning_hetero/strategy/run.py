@@ -56,13 +56,13 @@ class SavesSlices(Protocol):
         """Save the step that has ended, and copy the parts of nodes that leave to others."""
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
+        """Whether this rank has the last step's state, and ranks not `leaving` all its rows."""
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Keep this rank's part of the last step's state, as generation `generation` has ended.
+        """Keep the state of the last step of generation `generation`, which has ended, in memory.
 
         Returns:
-            Whether it keeps anything.
+            Whether anything is kept.
         """
 
 
@@ -70,7 +70,7 @@ class RestoredState(Protocol):
     """A recovered state, of which this rank has its slices."""
 
     checkpoint: dict[str, Any]
-    """The rest of it, by Lightning's names of a checkpoint's entries."""
+    """The rest of the state, under Lightning's names for the entries of a checkpoint."""
 
     def load_weights(self) -> None:
         """Put weights and buffers into the module."""
@@ -83,10 +83,10 @@ class RestartsRun(Protocol):
     """What others use of `ElasticRestart`."""
 
     in_place: bool
-    """Whether the other ranks go on in their processes."""
+    """Whether other ranks go on in their processes if one is lost."""
 
     def end_step(self, trainer: pl.Trainer) -> bool:
-        """End a step after which ranks leave or join; return whether it needs no other save."""
+        """End a step after which ranks leave or join; return whether it needn't be saved again."""
 
     def num_left(self, exclude: Sequence[int]) -> int:
         """Return how many ranks a restart without the machines of `exclude` would have."""
@@ -97,14 +97,14 @@ class RestartsRun(Protocol):
 
 @runtime_checkable
 class OutlivesRanks(Protocol):
-    """Those options of `ElasticRestart` that are read before the processes meet."""
+    """The options of `ElasticRestart` that are read before the processes connect."""
 
     in_place: bool
     """Whether to go on without lost ranks in the same processes."""
     heartbeat_timeout: timedelta
-    """How late a rank's heartbeat may be then before the rank counts as lost."""
+    """How long a rank may then show no heartbeat before it counts as lost."""
     replace_lost: bool
-    """Whether a joiner takes the device of a process that was lost."""
+    """Whether a joiner is started on the device of a lost process."""
 
 
 class Run:
@@ -135,7 +135,7 @@ class Run:
 
     @property
     def has_joiners(self) -> bool:
-        """Whether ranks have come since the last generation, which may not reach the stores."""
+        """Whether ranks have joined since the last generation, which may not reach the stores."""
         return self._has_joiners
 
     def note_generation(self, *, has_joiners: bool) -> None:
@@ -193,7 +193,7 @@ class Ranks:
         return found
 
     def from_leader(self, numbers: Sequence[int]) -> list[int]:
-        """Return the leader's numbers; the other ranks pass as many, which don't count."""
+        """Return the leader's numbers; other ranks pass equally many, which are ignored."""
         values = torch.tensor(numbers, dtype=torch.int64)
         if self._group is not None:
             dist.broadcast(values, 0, self._group)

@@ -1,6 +1,6 @@
-"""Keep a module's parameters as slices: save and load whole ones, freeze, average, add gradients.
+"""Manage a module's parameters as slices: save and load whole ones, freeze, average, add gradients.
 
-Checkpoint files can be read by plain Lightning, whatever plan the parameters were cut for.
+Plain Lightning can read the checkpoint files, under whatever plan the parameters were cut.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -50,14 +50,14 @@ if TYPE_CHECKING:
 
     from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.runtime.setup.layout import Slot
-    from lightning_hetero.runtime.slices.known_by_shape import Awaited
+    from lightning_hetero.runtime.slices.known_by_shape import StandIn
     from lightning_hetero.runtime.slices.weights import SliceStore
 
 __all__ = ["SlicedState", "move_buffers", "read_checkpoint"]
 
 
 class SlicedState:
-    """A module's weights, and its optimizers' states, during a run and after it.
+    """A module's weights and its optimizers' states, during a run and after it.
 
     1. `begin`: after the engine has cut the parameters.
     2. The run, in which Lightning saves, loads and changes weights.
@@ -74,20 +74,20 @@ class SlicedState:
         self._whole_after_run = whole_after_run
         self._comms: Communicators | None = None
         self._kept: SliceStore | None = None
-        """The slices of the last run, for which the module has stand-ins now."""
+        """The slices of the last run, if the module has stand-ins for them now."""
         self._trained: SliceStore | None = None
-        """The slices in the optimizers, also after the run that trained them."""
+        """The slices that the optimizers have, also after the run that trained them."""
         self._cut_when_loading: list[RemovableHandle] = []
         self._standbys: StandbyCheck | None = None
-        """Compares slices with their standbys while it trains."""
+        """Compares slices with their standbys during training."""
         self.hooked: HookedSlices | None = None
-        """Gives the slices to hooks; there from `begin` to `end`."""
+        """Gives hooks access to the slices; there from `begin` to `end`."""
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
-        self._awaited: list[tuple[Slot, Awaited]] = []
+        self._awaited: list[tuple[Slot, StandIn]] = []
         """Placeholders of the module's slices between two generations of a run."""
         self.awaits_recovery = False
-        """Whether the slices' values have yet to be recovered."""
+        """Whether the slices' values still have to be recovered."""
 
     @property
     def _running(self) -> Engine:
@@ -121,7 +121,7 @@ class SlicedState:
         self.hooked = HookedSlices(engine.store, reduce, is_needed=is_needed)
 
     def prepare_module(self, module: pl.LightningModule, callbacks: Iterable[Callback]) -> None:
-        """Let whole states be loaded, and cut the copies of the module that callbacks keep."""
+        """Let whole states be loaded, and cut the module's copies that callbacks keep."""
         engine = self._running
         self._cut_when_loading = cut_when_loading(module, engine.store)
         for callback in callbacks:
@@ -132,13 +132,13 @@ class SlicedState:
                 whole = copy.module if isinstance(copy, AveragedModel) else copy
                 cut_copy(whole, engine.store, engine.comms)
         if self._several:
-            # Lightning's summary would call the module on its example, and that needs it whole.
+            # Lightning's summary would call the module on its example, for which it must be whole.
             self._example, module.example_input_array = module.example_input_array, None
 
     def await_recovery(self, trained_at_first: Mapping[str, bool]) -> None:
-        """Drop all values; they are recovered when the next generation is set up.
+        """Drop all values; the set-up of the next generation recovers them.
 
-        What callbacks have frozen or unfrozen is recovered, too: until then parameters train as
+        It also recovers what callbacks have frozen or unfrozen. Until then parameters train as
         `trained_at_first` says, as they do in the script of a rank that joins.
         """
         self._leave_hooks()
@@ -152,7 +152,7 @@ class SlicedState:
         self.awaits_recovery = True
 
     def note_recovery(self) -> None:
-        """Note that the slices were recovered, so have other values than before."""
+        """Note that the slices were recovered, so may have changed."""
         self._running.mark_weights_stale()
         self.awaits_recovery = False
 
@@ -178,7 +178,7 @@ class SlicedState:
             spread_frozen(engine.store)
 
     def leave_stand_ins(self) -> None:
-        """Replace the module's slices by stand-ins, which have no values to move."""
+        """Replace the module's slices by stand-ins, which have no values that could be moved."""
         if self._kept is not None:
             leave_stand_ins(self._kept)
 
@@ -192,7 +192,8 @@ class SlicedState:
     def share_buffers(self) -> None:
         """Let the evaluation that begins use the present buffers and weights; all ranks call it."""
         self._running.buffers.share()
-        # Callbacks such as weight averaging may swap weights in before and out after validation.
+        # Callbacks such as weight averaging may swap weights in before validation, and out after
+        # it.
         self._running.mark_weights_stale()
 
     def follow_freezing(
@@ -212,14 +213,14 @@ class SlicedState:
         for index, optimizer in enumerate(optimizers):
             agree_on_groups(engine.store, engine.comms, optimizer)
             for callback in finetuning:
-                # What the callback has noted for its state is only this rank's view so far.
+                # What the callback has noted for its state covers only this rank's slices so far.
                 groups = callback._apply_mapping_to_param_groups(optimizer.param_groups, names)
                 callback._internal_optimizer_metadata[index] = groups
 
     # -- optimizers -----------------------------------------------------------------------------
 
     def whole_shapes(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters show their whole shapes, to make optimizers in."""
+        """Return a context in which parameters have their whole shapes, for making optimizers."""
         return with_whole_shapes(self._running.store) if self._several else nullcontext()
 
     def show_whole_in_summaries(self, callbacks: Iterable[Callback]) -> None:
@@ -232,14 +233,14 @@ class SlicedState:
 
     def _in_whole_shapes(self, hook: Callable[..., None]) -> Callable[..., None]:
         def run(*args: Any) -> None:
-            # The callback may go to another Trainer after this run.
+            # The callback may be used by another Trainer after this run.
             with nullcontext() if self.engine is None else self.whole_shapes():
                 hook(*args)
 
         return run
 
     def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that need more of a parameter than its slices; collective."""
+        """Refuse optimizers that need more of a parameter than one slice; collective."""
         running = self._running
         check_steps(optimizers, running.store, running.comms)
 
@@ -247,7 +248,7 @@ class SlicedState:
         """Add the iteration's gradients, times `scale`, to the slices', as a backward would.
 
         Args:
-            scale: The iteration's share of a step's gradients.
+            scale: The iteration's share in the gradients of a step.
             are_first: Whether it is the first iteration of a step.
         """
         engine, hooked = self._running, self.hooked
@@ -282,7 +283,7 @@ class SlicedState:
         if store is None:
             return module.state_dict()
         if self.engine is not None:
-            self.engine.settle()  # Raises if the last sums are bad, which mustn't be saved.
+            self.engine.settle()  # Raises if the last sums are bad: they mustn't be saved.
             self.engine.buffers.share()
         assert self._comms is not None
         return whole_module_state(store, self._comms, module)
@@ -305,9 +306,10 @@ class SlicedState:
         self._running.mark_weights_stale()
 
     def refit_finetuning(self, trainer: pl.Trainer) -> None:
-        """Let callbacks add their groups to optimizers again.
+        """Let callbacks add their groups to the optimizers again.
 
-        Lightning asks them too early, since this strategy restores callbacks after `on_fit_start`.
+        Lightning asks them too early, because this strategy restores callbacks after
+        `on_fit_start`.
         """
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         for callback in callbacks:
@@ -324,7 +326,7 @@ class SlicedState:
 
 
 def move_buffers(module: pl.LightningModule, device: torch.device) -> None:
-    """Move a module's buffers; its parameters are slices on the device already."""
+    """Move a module's buffers; its parameters are slices, which are on the device already."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None:
@@ -343,7 +345,7 @@ def read_checkpoint(
     Args:
         checkpoint_path: The file.
         weights_only: See `torch.load`.
-        by_pages: Whether to map the file into memory: a rank then reads only the pages of its
+        by_pages: Whether to map the file into memory, so that a rank reads only the pages of its
             slices.
         otherwise: Reads a file that can't be mapped.
 

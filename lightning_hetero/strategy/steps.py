@@ -1,10 +1,10 @@
-"""Run an iteration of the engine for each of Lightning's steps, under the plan of its batch.
+"""Run one iteration of the engine for each of Lightning's steps, under the plan of its batch.
 
-A SIGTERM to any rank ends the run on all ranks after the same iteration: it sets a flag, which is
-part of the iteration's agreement. Lightning's own way is switched off. It broadcasts before each
-step whether rank 0 has got a SIGTERM and reads the answer from the device, so each host waits for
-the broadcast and for its device. And its signal handler broadcasts, too, which on another rank
-never ends.
+A SIGTERM to any rank ends the run on all ranks after the same iteration: it sets a flag, and each
+iteration's agreement carries the flags of all ranks. Lightning's own handling is switched off for
+two reasons. Before each step it broadcasts whether rank 0 has got a SIGTERM and reads the answer
+from the device, so each host waits for the broadcast and for its device. And its signal handler
+broadcasts, too, which never ends if another rank has got no signal.
 """
 
 import weakref
@@ -44,7 +44,7 @@ class Steps:
     Args:
         module: The user's LightningModule.
         engine: Runs the iterations.
-        dealer: Tells for which plan a batch was dealt.
+        dealer: Says under which plan a batch is run.
         context: Returns the context for each call of a step.
     """
 
@@ -68,11 +68,12 @@ class Steps:
         dataloader_idx: int,
         move: Callable[[Any, torch.device | None, int], Any],
     ) -> Any:
-        """Return a batch on the device; `move` moves it, or each of its assigned micro-batches."""
+        """Return a batch on the device; `move` moves the batch, or each assigned micro-batch."""
         parts: Sequence[Any] = [batch]
         if isinstance(batch, AssignedBatch):
             parts = batch.microbatches
-        # Before the move, since a host that reads values of an accelerator waits for it.
+        # Before the move: to read values back from an accelerator, the host would have to wait for
+        # it.
         self._engine.fingerprint = fingerprint_of(parts)
 
         def move_part(part: Any) -> Any:
@@ -199,7 +200,7 @@ def explained(
 
 
 def sees_early(*hooked: pl.LightningModule | Callback) -> bool:
-    """Whether any hook sees parameters between a training step and its backward."""
+    """Whether any hook reads parameters or gradients between a training step and its backward."""
     names = ("on_before_zero_grad", "on_before_backward")
     return any(is_overridden(name, item) for item in hooked for name in names)
 
@@ -232,9 +233,9 @@ def _note_sigterm(trainer: Any, engine: Engine) -> None:
 
 
 def _heed_sigterm(trainer: Any, engine: Engine) -> None:
-    """Let Lightning end the run after an iteration in which any rank had got a SIGTERM.
+    """Let Lightning end the run after an iteration in which any rank has got a SIGTERM.
 
-    With `ElasticRestart`, that callback ends a fit.
+    With an `ElasticRestart`, that callback ends the fit instead.
     """
     is_restarted = trainer.strategy.run.restarters and trainer.state.fn == TrainerFn.FITTING
     if engine.leaving and not is_restarted:

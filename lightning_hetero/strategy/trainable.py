@@ -1,7 +1,7 @@
 """Refuse modules and callbacks that would train wrongly, or not at all, under a plan.
 
-The engine calls the steps and runs their backward passes itself, and outside of these the
-parameters are this rank's slices.
+The engine calls the steps and runs their backward passes itself; outside of these, parameters are
+this rank's slices.
 """
 
 import zlib
@@ -30,10 +30,10 @@ def check_quantized(
     layers: str | None,
     tp_plan: Mapping[str, str] | None,
 ) -> None:
-    """Refuse to train or cut weights that are quantized already, before processes are started.
+    """Refuse quantized weights that are to train or to be cut, before processes are started.
 
     Args:
-        module: The user's module; what `configure_model` adds is checked when the run is set up.
+        module: The user's module; what `configure_model` adds is checked later, in `setup`.
         plan: The given plan; None if it is made later.
         layers: See `HeteroStrategy`.
         tp_plan: See `HeteroStrategy`.
@@ -53,7 +53,7 @@ def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -
     """Refuse a module, or a callback, that can't train under a plan.
 
     Raises:
-        ConfigurationError: On every rank alike.
+        ConfigurationError: The same on every rank.
     """
     if not module.automatic_optimization:
         raise ConfigurationError(
@@ -107,7 +107,7 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
     """Refuse hooks on a parameter's gradient, which no rank computes as a whole.
 
     Raises:
-        ConfigurationError: On every rank alike.
+        ConfigurationError: The same on every rank.
     """
     for name, parameter in parameters:
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
@@ -122,7 +122,7 @@ def check_parameter_hooks(parameters: Iterable[tuple[str, nn.Parameter]]) -> Non
 
 
 def facts_of_fit(module: pl.LightningModule | None) -> dict[str, str]:
-    """Return facts that must be the same on all processes; each finds its own before they meet."""
+    """Return facts that must be equal in all processes; each finds its own before they connect."""
     # A joiner can only join in its script's first fit.
     facts = {"fits before this one": "some" if dist.is_initialized() else "none"}
     if module is None:

@@ -8,16 +8,13 @@ import pytest
 
 from tests.accelerator import device
 from tests.accelerator.runs import Found, Job, train, train_on_streams
+from tests.plans import COPIES, STAGES
 from tests.processes import MOST_TRAVEL_ALONE, ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 
 pytestmark = [
     pytest.mark.dist,
     pytest.mark.skipif(not device.IS_SUPPORTED, reason=device.WHY_NOT),
 ]
-
-EQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))
-STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def check(processes: ProcessPool, job: Job, *, skips: bool = False) -> list[Foun
     return found
 
 
-@pytest.mark.parametrize("plan", [EQUAL, STAGES], ids=["equal", "stages"])
+@pytest.mark.parametrize("plan", [COPIES, STAGES], ids=["equal", "stages"])
 @pytest.mark.slow
 def test_no_host_waits_for_its_device_in_a_steady_iteration(processes, plan):
     found = check(processes, Job(plans=(plan,)))
@@ -49,7 +46,7 @@ def test_no_host_waits_for_its_device_in_a_steady_iteration(processes, plan):
 
 
 def test_a_value_that_a_step_reads_is_found_as_a_wait(processes):
-    found = processes.run(train, 2, Job(plans=(EQUAL,), reads_loss=True))
+    found = processes.run(train, 2, Job(plans=(COPIES,), reads_loss=True))
     for item in found:
         assert any(
             what == "read a value" and "accelerator/runs.py" in where for what, where in item.waits
@@ -58,13 +55,13 @@ def test_a_value_that_a_step_reads_is_found_as_a_wait(processes):
 
 @pytest.mark.slow
 def test_plans_change_and_a_run_resumes_on_a_device(processes, tmp_path: Path):
-    check(processes, Job(plans=(EQUAL, STAGES)))
+    check(processes, Job(plans=(COPIES, STAGES)))
     check(processes, Job(plans=(STAGES,), folder=str(tmp_path)))
 
 
 @pytest.mark.slow
 def test_gradients_that_are_not_finite_are_told_of_an_iteration_later(processes):
-    job = Job(plans=(EQUAL,), breaks_at=2)
+    job = Job(plans=(COPIES,), breaks_at=2)
     for on_accelerator, num_losses, since in [
         (True, 3, "took zeros in their place"),
         (False, 2, "Nothing was changed by them"),
@@ -92,8 +89,8 @@ def test_slices_on_the_host_are_stepped_there(
     )
     # On a CPU the fused one rounds the end of a tensor otherwise, which standbys don't allow.
     optimizer = "adamw" if redundancy else "fused adamw"
-    changing = Job(plans=(EQUAL, STAGES), options=options, clip=0.3, optimizer=optimizer)
-    resuming = Job(plans=(EQUAL,), options=options, folder=str(tmp_path), optimizer=optimizer)
+    changing = Job(plans=(COPIES, STAGES), options=options, clip=0.3, optimizer=optimizer)
+    resuming = Job(plans=(COPIES,), options=options, folder=str(tmp_path), optimizer=optimizer)
     for job in (changing, resuming):
         assert [item.owned_on for item in check(processes, job)] == [{"cpu"}] * 2
 
@@ -107,14 +104,14 @@ def test_a_plan_says_which_ranks_own_on_their_host(processes):
 @pytest.mark.slow
 def test_streams_share_no_memory_without_waiting_for_each_other(processes, exchange: str):
     """Nor is any let go that another stream may still use, although nothing is recorded on it."""
-    job = Job(plans=(EQUAL, STAGES), options=(("exchange", exchange),))
+    job = Job(plans=(COPIES, STAGES), options=(("exchange", exchange),))
     for item in processes.run(train_on_streams, 2, job):
         assert item.clashes == frozenset()
         assert item.num_shared > 100
 
 
 def test_waits_between_streams_that_are_missing_are_found(processes):
-    job = Job(plans=(EQUAL,), options=(("exchange", "messages"),), leaves_out_waits=True)
+    job = Job(plans=(COPIES,), options=(("exchange", "messages"),), leaves_out_waits=True)
     for item in processes.run(train_on_streams, 2, job):
         told = " ".join(item.clashes)
         assert "on side doesn't wait for ['compute']" in told

@@ -24,7 +24,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.linear_program import LinearProgram
-from lightning_hetero.planner.proposing.work_bound import SequenceRuns
+from lightning_hetero.planner.proposing.relaxation import SequenceRuns
 
 __all__ = ["ROUNDING", "SequenceRuns", "StageSeconds", "add_cover", "least_possible_s"]
 

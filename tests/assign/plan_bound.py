@@ -14,7 +14,7 @@ from lightning_hetero.assign.pipeline_cost import (
     sequence_times_s,
 )
 from lightning_hetero.planner.linear_program import LinearProgram
-from lightning_hetero.planner.proposing.work_bound import (
+from lightning_hetero.planner.proposing.relaxation import (
     SequenceRuns,
 )
 from tests.assign.covering import ROUNDING, StageSeconds, add_cover, least_possible_s

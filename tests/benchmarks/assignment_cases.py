@@ -3,7 +3,7 @@
 Coefficients are of LLaMA-13B on A800 GPUs, 12 schemes of (TP, PP). Iterations are drawn from real
 lengths, cut to the context length. Everything is simulated: an iteration takes as long as its last
 pipeline, a pipeline as long as its 1F1B schedule with a third of a micro-batch's time in forward
-and two in backward.
+and two in backward. Both sides synchronise the same gradients, which aren't simulated.
 """
 
 import bisect
@@ -18,14 +18,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_hetero.assign import (
-    PipelineCost,
-)
+from lightning_hetero.assign import PipelineCost, assign_iteration
 from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
-from lightning_hetero.planner.proposing.proposal import Scheme, draw_iteration
-from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
+from lightning_hetero.planner.proposing.proposal import draw_iteration, propose
+from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
 from tests.assign.model_memory import ModelMemory, max_len
+from tests.benchmarks.harness import Row
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared/data"
 LENGTH_SETS = ("web-documents", "python-files")
@@ -33,6 +32,65 @@ MicroBatches = tuple[tuple[int, ...], ...]
 """The micro-batches of one pipeline, each the indices of its samples."""
 Assign = Callable[[NDArray[np.int64], Sequence[PipelineCost]], list[MicroBatches]]
 """Gives each pipeline of a plan its micro-batches."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario:
+    """Iterations of real lengths, and devices to run them on."""
+
+    speeds: dict[str, float]
+    """Of device types, which have equal shares of the GPUs."""
+    num_gpus: int
+    context_length: int
+    tokens: int
+    """Of an iteration."""
+    num_iterations: int
+    length_set: str
+
+    def against(self, peers: dict[str, Assign], name: str, target: float) -> Row:
+        """Return our simulated iterations' mean against that of the best peer.
+
+        Ours take, for each iteration, the best of the plans that are proposed. A peer assigns to
+        the homogeneous plan that is best for it of all that hold the context. A row below its
+        target says which ratio no plan and assignment can exceed.
+        """
+        devices = {device: self.num_gpus // len(self.speeds) for device in self.speeds}
+        lengths = load_lengths(self.length_set, self.context_length)
+        iterations = draw_iterations(lengths, self.tokens, self.num_iterations)
+        schemes = schemes_on(self.num_gpus, self.speeds)
+        every = list(schemes.values())
+        proposals = propose(lengths, every, devices, tokens_per_iteration=self.tokens, most=8)
+        candidates = [
+            [scheme.cost for scheme, n in zip(every, counts, strict=True) for _ in range(n)]
+            for counts in proposals
+        ]
+        ours_s = []
+        for item in iterations:
+            chosen = assign_iteration(item, candidates)
+            plan, work = candidates[chosen.plan_index], chosen.microbatches
+            ours_s.append(iteration_time_s(item, plan, work))
+        plans = homogeneous_plans(schemes, devices, self.context_length)
+        peers_s = {
+            f"{peer} on {plan_name}": float(
+                np.mean([iteration_time_s(item, plan, assign(item, plan)) for item in iterations])
+            )
+            for plan_name, plan in plans.items()
+            for peer, assign in peers.items()
+        }
+        best = min(peers_s, key=peers_s.__getitem__)
+        mean_s, note = float(np.mean(ours_s)), f"peer: {best}"
+        if peers_s[best] / mean_s < target:
+            note += f"; {most_possible(peers_s[best], iterations, schemes, devices)}"
+        return Row(
+            name=name,
+            ours=mean_s,
+            peer=peers_s[best],
+            unit="s/iteration",
+            target=target,
+            better="higher",
+            kind="simulated",
+            note=note,
+        )
 
 
 def load_lengths(name: str, context_length: int) -> NDArray[np.int64]:
@@ -142,14 +200,16 @@ def time_1f1b_s(times_s: Sequence[float], num_stages: int) -> float:
     return max(clock)
 
 
-def pipeline_times_s(
+def iteration_time_s(
     lengths: NDArray[np.int64], plan: Sequence[PipelineCost], work: Sequence[MicroBatches]
-) -> list[float]:
-    """Return when each pipeline of the plan ends."""
-    return [
+) -> float:
+    """Return when the last pipeline of the plan ends, once it is clear that it does all work."""
+    check_work(lengths, plan, work)
+    times_s = (
         time_1f1b_s(microbatch_times_s(lengths, batches, cost).tolist(), cost.num_stages)
         for cost, batches in zip(plan, work, strict=True)
-    ]
+    )
+    return max(times_s)
 
 
 def most_possible(

@@ -18,15 +18,14 @@ from lightning_hetero.checkpoint import (
     Store,
     Tier,
     TierKind,
+    assembly,
     encoding,
-    fetching,
-    recover,
 )
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from tests.benchmarks.harness import Row, median_times_s
 from tests.checkpoint.stand_ins import MemoryStore, Throttle, ThrottledStore
-from tests.checkpoint.states import contents, needs_of, run_ranks
+from tests.checkpoint.states import contents, needs_of, recover, run_ranks
 
 SLOWDOWN = 240
 DISK_BYTES_PER_S = 3500e6 / SLOWDOWN
@@ -155,7 +154,7 @@ def _recover(
             tiers.insert(0, Tier(kind=TierKind.DISK, store=own[nodes[rank]]))
         return recover(needs[rank], tiers, node=nodes[rank], peers=peers)
 
-    fetching.CHUNK_BYTES = CHUNK_BYTES
+    assembly.CHUNK_BYTES = CHUNK_BYTES
     results = run_ranks(size, action, bytes_per_s=LINK_BYTES_PER_S, timeout_s=120)
     for result, wanted in zip(results, needs, strict=True):
         # The tests compare the values bit for bit.

@@ -22,14 +22,13 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
 
 from examples.text_data import VOCAB_SIZE, PythonSourceDataset
 from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.profile import Profile
 from lightning_hetero.data import HeteroDataModule
-from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, packed_cross_entropy
+from lightning_hetero.models import LMConfig
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profile_cache import cached_profile, slowed_profile
@@ -39,6 +38,7 @@ from lightning_hetero.simulator import simulate
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
 from tests.benchmarks.steps import in_turns, processes
+from tests.packed import PackedLM
 from tests.toy import quiet
 
 SLOWDOWNS = (16.0, 16.0, 8.0, 8.0)
@@ -54,23 +54,15 @@ CONFIG = LMConfig(
 )
 
 
-class PackedText(L.LightningModule):
-    """The reference model on packed samples; keeps the seconds and the stall of every step."""
+class PackedText(PackedLM):
+    """Keeps the seconds and the stall of every step."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.model = HeteroLM(CONFIG)
+        super().__init__(CONFIG)
         self.seconds: list[float] = []
         self.stalls_s: list[float] = []
         self.plans: list[str] = []
         self.lengths: list[list[tuple[int, ...]]] = []
-
-    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
-        return packed_cross_entropy(logits, batch.labels)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
     def on_train_start(self) -> None:
         self._last_s = time.perf_counter()

@@ -31,9 +31,9 @@ from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
 from tests.benchmarks.steps import StepTimes, in_turns, processes
 from tests.exchange.message_lists import pulls_of, pushes_of
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.peft_runs import quantize
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import quiet
 
 SLOWDOWNS = (4.0, 4.0, 2.0)

@@ -41,24 +41,21 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.actions import schedule_1f1b
-from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.recomputation import (
     LayerBytes,
     held_at_backward,
     peak_activation_bytes,
 )
-from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
-from lightning_hetero.models.packing import packed_cross_entropy
+from lightning_hetero.models import LMConfig
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.testing import EmulatedDevices
 from tests.benchmarks.harness import Row
 from tests.benchmarks.steps import processes
 from tests.capped_memory import CappedMemory
+from tests.packed import PackedLM, Samples
 from tests.processes import ProcessFailed
 from tests.toy import quiet
 
@@ -105,40 +102,15 @@ class Result:
     peak_bytes: int
 
 
-class Documents(Dataset[Tensor]):
-    """Random tokens of given lengths."""
-
-    def __init__(self, lengths: Sequence[int]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._rows = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._rows[index]
-
-
-class Documented(L.LightningModule):
-    """The reference model on packed documents."""
-
-    def __init__(self, num_layers: int, width: int) -> None:
-        super().__init__()
-        config = LMConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=width,
-            num_layers=num_layers,
-            num_heads=2,
-            intermediate_size=11 * width // 4,
-        )
-        self.model = HeteroLM(config)
-
-    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
-        return packed_cross_entropy(logits, batch.labels)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=1e-2)
+def config_of(num_layers: int, width: int) -> LMConfig:
+    """Return the sizes of the model."""
+    return LMConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        num_layers=num_layers,
+        num_heads=2,
+        intermediate_size=11 * width // 4,
+    )
 
 
 class Alternating(L.Callback):
@@ -177,10 +149,8 @@ def train(rank: int, job: Job, cache: str) -> Result:
     trainer = L.Trainer(
         **quiet(devices=2, strategy=strategy, max_steps=len(order), callbacks=callbacks)
     )
-    loader = DataLoader(
-        Documents(job.lengths * len(order)), batch_size=count, collate_fn=pack_samples
-    )
-    trainer.fit(Documented(job.num_layers, job.width), loader)
+    samples = Samples(job.lengths * len(order), VOCABULARY)
+    trainer.fit(PackedLM(config_of(job.num_layers, job.width)), samples.packed(count))
     return Result(alternating.seconds, alternating.losses, capped.peak_bytes)
 
 
@@ -255,17 +225,7 @@ def documents(count: int) -> tuple[int, ...]:
 
 def count_layer(num_tokens: int) -> LayerBytes:
     """Return what a layer keeps, as a profile of this machine counts it."""
-    spec = ModelSpec(
-        name="documented",
-        num_layers=1,
-        hidden_size=NARROW,
-        num_heads=2,
-        num_kv_heads=2,
-        intermediate_size=11 * NARROW // 4,
-        vocab_size=VOCABULARY,
-        gated_mlp=True,
-        tied_embeddings=False,
-    )
+    spec = config_of(1, NARROW).spec
     options = ProfileOptions(microbatches=((num_tokens,),), max_block=1, num_repeats=5)
     found = measure_profile(spec, options, device_name="cpu", device=torch.device("cpu"))
     memory = found.devices[0].memory[0]

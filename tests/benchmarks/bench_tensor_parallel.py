@@ -11,22 +11,20 @@ from functools import partial
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch import Tensor, nn, optim
+from torch import nn, optim
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     parallelize_module,
 )
-from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
-from lightning_hetero.models.packing import packed_cross_entropy
+from lightning_hetero.models import LMConfig
 from tests.benchmarks.harness import Row
 from tests.benchmarks.steps import StepTimes, in_turns, processes
+from tests.packed import PackedLM, Samples
 from tests.toy import quiet
 
 CONFIG = LMConfig(vocab_size=2048, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=4)
@@ -36,29 +34,11 @@ NUM_WARM_UP = 3
 NUM_REPEATS = 3
 
 
-class Samples(Dataset[Tensor]):
-    """As many equal batches as there are steps."""
-
-    def __len__(self) -> int:
-        return NUM_STEPS * len(LENGTHS)
-
-    def __getitem__(self, index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(index)
-        length = LENGTHS[index % len(LENGTHS)]
-        return torch.randint(CONFIG.vocab_size, (length,), generator=generator)
-
-
-class LanguageModule(L.LightningModule):
-    """The reference model in a LightningModule that times its steps."""
+class LanguageModule(PackedLM):
+    """The reference model with as many equal batches as there are steps."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.model = HeteroLM(CONFIG)
-        self.losses: list[float] = []
-
-    def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
-        return packed_cross_entropy(logits, batch.labels)
+        super().__init__(CONFIG)
 
     def configure_optimizers(self) -> optim.Optimizer:
         # Two groups, since one can't hold DTensors and plain tensors.
@@ -66,11 +46,8 @@ class LanguageModule(L.LightningModule):
         vectors = [p for p in self.parameters() if p.ndim < 2]
         return optim.AdamW([{"params": matrices}, {"params": vectors}], lr=1e-3)
 
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(Samples(), batch_size=len(LENGTHS), collate_fn=pack_samples)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
+    def train_dataloader(self) -> Any:
+        return Samples(LENGTHS * NUM_STEPS, CONFIG.vocab_size).packed(len(LENGTHS))
 
 
 class DTensorModule(LanguageModule):

@@ -16,7 +16,7 @@ import numpy as np
 
 from lightning_hetero.planner import PlanningOptions, Workload
 from lightning_hetero.planner.columns import Column
-from lightning_hetero.planner.judge import Candidate, Judge
+from lightning_hetero.planner.judge import Candidate, Judge, Pipeline
 from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import MappingOrder, Option, place
 from lightning_hetero.planner.stages import Ownership, Stages
@@ -201,9 +201,7 @@ def _estimate(
             continue
         placed = (place(options, stages.class_of_node, stages.counts, o) for o in MappingOrder)
         candidates = [
-            Candidate(arrangement=item, layers=tuple(layers), sizes=sizes, counts=tuple(counts))
-            for item in placed
-            if item is not None
+            tuple(map(Pipeline, item, layers, sizes, counts)) for item in placed if item is not None
         ]
         seconds = max(r.fill_s + r.slope_s * k for r, k in zip(rates, counts, strict=True))
         if candidates and (found is None or seconds < found[0]):

@@ -1,14 +1,15 @@
-"""One rank of a large run, without the others: the real `Engine` under torch's `fake` group.
+"""A `Trainer.fit` of one rank of a large run, without the others, under torch's `fake` group.
 
 Operations of that group return at once and move nothing, so what is timed is this rank's own work:
-tables, groups, Python, kernels. Rank 0 is the one that can be had so, because it begins every
-broadcast and stands on a first stage, which is told no shapes by others; it is also the busiest
-one. Layers have as many rows as the largest run has ranks, as those of large models do, so every
-rank owns some of each weight, and they compute next to nothing.
+tables, groups, Python, kernels, Lightning's loop. Rank 0 is the one that can be had so, because it
+begins every broadcast and stands on a first stage, which is told no shapes by others; it is also
+the busiest one. Layers have as many rows as the largest run has ranks, as those of large models do,
+so every rank owns some of each weight, and they compute next to nothing.
 
-What the other ranks would do to this one (waits, what rank 0 serves to all) isn't seen here. The
-fake group's all-gather copies this rank's part into the place of each other rank, which is no work
-of this rank's: its time is left out (58 of 200 ms with one stage and 1,024 ranks).
+The others say what this rank says. What they would do to it (waits, what rank 0 serves to all)
+isn't seen, and a fit must not depend on them: checkpoints would wait for the others to save theirs.
+The fake group's all-gather copies this rank's part into the place of each other rank, which is no
+work of this rank's: its time is left out (58 of 200 ms with one stage and 1,024 ranks).
 """
 
 import statistics
@@ -18,43 +19,35 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import pairwise
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader
+from typing_extensions import override
 
-from lightning_hetero import ParallelPlan
-from lightning_hetero.exchange.slices import Ownership
-from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.iteration import running_plan
-from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
-from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.callbacks import RunMetrics, StragglerMonitor
+from lightning_hetero.runtime.iteration import agreement, running_plan
 from lightning_hetero.runtime.ranks.communicators import Communicators
-from lightning_hetero.runtime.setup.layout import ModelLayout
-from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
+from lightning_hetero.strategy.processes import Processes
+from tests.toy import quiet
 
-__all__ = [
-    "WIDTH",
-    "Case",
-    "Figures",
-    "Module",
-    "empty_inputs",
-    "fake_groups",
-    "measure",
-    "timed_gathers",
-    "zeroed_buffers",
-]
+__all__ = ["Case", "Figures", "measure"]
 
 NUM_LAYERS = 80
 NUM_ROWS = 4096
 WIDTH = 2
 WEIGHTS = ("q", "k", "v", "o", "gate", "up", "down")
-NUM_ITERATIONS = 5
-_CPU = torch.device("cpu")
+NUM_STEPS = 24
+_DEVICES_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,25 +57,10 @@ class Case:
     world_size: int
     num_stages: int = 1
     tp_degree: int = 1
-    ownership: Ownership = Ownership.HOLDERS
     redundancy: int = 0
 
-    @property
-    def plan(self) -> ParallelPlan:
-        """The plan that the run begins with."""
-        return self._plan_of(self.num_stages)
-
-    @property
-    def other_plan(self) -> ParallelPlan:
-        """A plan to change to: half as many stages, or two instead of one."""
-        return self._plan_of(self.num_stages // 2 if self.num_stages > 1 else 2)
-
-    @property
-    def has_other_plan(self) -> bool:
-        """Whether there are ranks enough for that."""
-        return self.num_stages > 1 or self.world_size >= 2 * self.tp_degree
-
-    def _plan_of(self, num_stages: int) -> ParallelPlan:
+    def plan(self, num_stages: int) -> ParallelPlan:
+        """Return a plan of the run with so many stages."""
         return ParallelPlan.even(
             world_size=self.world_size,
             num_layers=NUM_LAYERS,
@@ -93,14 +71,14 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What rank 0 of a case does."""
+    """Seconds of CPU of rank 0 of a case."""
 
-    set_up_s: float
-    """Seconds of CPU to make the engine."""
+    start_s: float
+    """From `fit` to the first step."""
+    step_s: float
+    """From the end of a step to the end of the next one; median."""
     change_s: float
-    """Seconds of CPU to change back to a plan that has run before."""
-    iteration_s: float
-    """Seconds of CPU of a training iteration; median."""
+    """Of a change back to a plan that has run before, from one with half or twice the stages."""
 
 
 class Layer(nn.Module):
@@ -121,10 +99,11 @@ class Layer(nn.Module):
 
 
 class Module(L.LightningModule):
-    """Layers alone."""
+    """Layers alone, with an optimizer that takes next to no time."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_samples: int) -> None:
         super().__init__()
+        self._num_samples = num_samples
         self.layers = nn.ModuleList([Layer() for _ in range(NUM_LAYERS)])
 
     def training_step(self, batch: Tensor) -> Tensor:
@@ -133,88 +112,87 @@ class Module(L.LightningModule):
             x = layer(x)
         return x.mean()
 
+    def train_dataloader(self) -> Any:
+        return DataLoader(torch.ones(self._num_samples, WIDTH), batch_size=1)  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class _Environment(LightningEnvironment):
+    """Rank 0 of many."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self._world_size = world_size
+
+    creates_processes_externally = True
+    main_address = "127.0.0.1"
+    main_port = 1
+
+    @override
+    def set_world_size(self, size: int) -> None: ...
+
+
+class _Times(L.Callback):
+    def __init__(self, case: Case, gathers_s: list[float]) -> None:
+        self._case, self._gathers_s = case, gathers_s
+        self.ends_s: list[float] = []
+        self.begin_s = self.change_s = 0.0
+
+    def on_train_start(self, *_: Any) -> None:
+        self.begin_s = time.process_time()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends_s.append(time.process_time() - sum(self._gathers_s))
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        case, engine = self._case, trainer.strategy.engine  # type: ignore[attr-defined]
+        engine.change_plan(case.plan(case.num_stages // 2 if case.num_stages > 1 else 2))
+        start_s = time.process_time()
+        engine.change_plan(case.plan(case.num_stages))
+        self.change_s = time.process_time() - start_s
+
 
 def measure(case: Case) -> Figures:
-    """Set up and run rank 0 of a case; to be called in a process of its own."""
+    """Fit as rank 0 of a case; to be called in a process of its own."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=case.world_size)
-    module = Module()
-    with (
-        fake_groups(),
-        zeroed_buffers(),
-        empty_inputs(),
-        # Large layers travel by themselves.
-        mock.patch.object(running_plan, "MERGED_NUMEL", 0),
-        timed_gathers() as gathers_s,
-    ):
+    # The others have what this rank has, so each pipeline's samples seem to be the same.
+    module = Module(num_samples=(NUM_STEPS + 1) * case.world_size)
+    columns = {f"layers.*.{name}": "colwise_gather_output" for name in WEIGHTS}
+    with _alone() as gathers_s, TemporaryDirectory() as folder:
+        times = _Times(case, gathers_s)
+        strategy = HeteroStrategy(
+            plan=case.plan(case.num_stages),
+            redundancy=case.redundancy,
+            tp_plan=columns if case.tp_degree > 1 else None,
+        )
+        trainer = L.Trainer(
+            **quiet(strategy=strategy, max_steps=NUM_STEPS, default_root_dir=folder),
+            devices=_DEVICES_PER_NODE,
+            num_nodes=case.world_size // _DEVICES_PER_NODE,
+            plugins=[_Environment(case.world_size)],
+            callbacks=[StragglerMonitor(), RunMetrics(), times],
+        )
         start_s = time.process_time()
-        engine = _engine(module, case)
-        set_up_s = time.process_time() - start_s
-        seconds = []
-        for index in range(NUM_ITERATIONS + 1):
-            gathers_s.clear()
-            seconds.append(_train(engine, index) - sum(gathers_s))
-        change_s = _change_back(engine, case)
+        trainer.fit(module)
     dist.destroy_process_group()
-    return Figures(set_up_s=set_up_s, change_s=change_s, iteration_s=statistics.median(seconds[1:]))
-
-
-def _engine(module: Module, case: Case) -> Engine:
-    layout, tensor_parallel = ModelLayout.of(module), None
-    if case.tp_degree > 1:
-        styles = {f"layers.*.{name}": "colwise_gather_output" for name in WEIGHTS}
-        tensor_parallel = TensorParallel(module, layout, option=styles)
-        layout = tensor_parallel.layout
-    communicators = Communicators.create(device=_CPU, timeout=dist.default_pg_timeout)
-    num_microbatches = case.plan.pipelines[0].usual_num_microbatches
-    return Engine(
-        module,
-        layout,
-        case.plan,
-        communicators,
-        config=EngineConfig(num_microbatches=num_microbatches, ownership=case.ownership),
-        device=_CPU,
-        clock=ComputeClock(_CPU),
-        tensor_parallel=tensor_parallel,
+    steps_s = [later - end for end, later in pairwise(times.ends_s[2:])]
+    return Figures(
+        start_s=times.begin_s - start_s,
+        step_s=statistics.median(steps_s),
+        change_s=times.change_s,
     )
 
 
-def _train(engine: Engine, index: int) -> float:
-    """Run one training iteration of one row a micro-batch; returns its seconds of CPU."""
-    key = IterationKey(phase=Phase.TRAIN, epoch=0, batch_idx=index)
-    batch = torch.ones(engine.num_microbatches[0], WIDTH)
-    start_s = time.process_time()
-    engine.mark_weights_stale(only_trainable=True)
-    engine.run(engine.module.training_step, batch, key)
-    return time.process_time() - start_s
-
-
-def _change_back(engine: Engine, case: Case) -> float:
-    """Change to another plan; returns the seconds of the change back to the first one."""
-    engine.change_plan(case.other_plan)
-    start_s = time.process_time()
-    engine.change_plan(case.plan)
-    return time.process_time() - start_s
-
-
 @contextmanager
-def fake_groups() -> Iterator[None]:
-    """Make all groups fake, whatever backend they are to have."""
-    new_group = dist.new_group
-
-    def fake(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
-        return new_group(*args, **kwargs)
-
-    with mock.patch.object(dist, "new_group", fake):
-        yield
-
-
-@contextmanager
-def timed_gathers() -> Iterator[list[float]]:
-    """Time each all-gather of the fake group, in seconds of CPU."""
+def _alone() -> Iterator[list[float]]:
+    """Let all other processes be fakes; gives the seconds of CPU of each all-gather."""
     name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather, seconds = getattr(dist, name), list[float]()
+    gather, all_to_all, new_group = getattr(dist, name), dist.all_to_all_single, dist.new_group
+    seconds: list[float] = []
 
     @wraps(gather)
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -223,32 +201,46 @@ def timed_gathers() -> Iterator[list[float]]:
         seconds.append(time.process_time() - start_s)
         return work
 
-    with mock.patch.object(dist, name, timed):
-        yield seconds
-
-
-@contextmanager
-def zeroed_buffers() -> Iterator[None]:
-    """Make buffers of zeros, as messages that never come leave them as they were made."""
-    with ExitStack() as patches:
-        for owner, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
-            patches.enter_context(mock.patch.object(owner, name, _zeroed(getattr(owner, name))))
-        yield
-
-
-@contextmanager
-def empty_inputs() -> Iterator[None]:
-    """Let a rank send nothing in an all-to-all, which the fake one refuses: it sends to itself."""
-    all_to_all = dist.all_to_all_single
-
     @wraps(all_to_all)
     def sent(received: Tensor, given: Tensor, *splits: Any, **kwargs: Any) -> Any:
+        # The fake group refuses to send nothing: this rank sends to itself.
         if received.numel() and not given.numel():
             given, splits = torch.zeros_like(received), (splits[0], splits[0])
         return all_to_all(received, given, *splits, **kwargs)
 
-    with mock.patch.object(dist, "all_to_all_single", sent):
-        yield
+    def fake(*args: Any, backend: str | None = None, **kwargs: Any) -> Any:
+        return new_group(*args, **kwargs)
+
+    def meet(processes: Processes, environment: Any, device: Any, _: Any = None) -> Any:
+        processes._environment = environment
+        if processes._comms is None:
+            processes._comms = Communicators.create(device=device, timeout=dist.default_pg_timeout)
+        return environment
+
+    def broadcast(_: HeteroStrategy, obj: Any, src: int = 0) -> Any:
+        return obj
+
+    def reduce(_: Processes, tensor: Tensor, *__: Any) -> Tensor:
+        return tensor
+
+    patches = [
+        mock.patch.multiple(dist, **{name: timed, "all_to_all_single": sent, "new_group": fake}),
+        mock.patch.multiple(Processes, meet=meet, reduce=reduce),
+        mock.patch.object(HeteroStrategy, "broadcast", broadcast),
+        # Of all pipelines this one's samples come back.
+        mock.patch.object(agreement, "_check_fingerprints"),
+        # Large layers travel by themselves.
+        mock.patch.object(running_plan, "MERGED_NUMEL", 0),
+        # Messages that never come leave buffers as they were made.
+        *(
+            mock.patch.object(owner, made, _zeroed(getattr(owner, made)))
+            for owner, made in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
+        ),
+    ]
+    with ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        yield seconds
 
 
 def _zeroed(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

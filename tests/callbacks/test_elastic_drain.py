@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import Callback
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint
-from lightning_hetero.checkpoint.storing import Uploads
+from lightning_hetero.checkpoint.commit import Committer
 from lightning_hetero.runtime.ranks.failure import AgreedExit
 from tests.processes import ProcessPool
 from tests.toy import ToyModule, ToyOptions, loader, quiet
@@ -44,14 +44,14 @@ class LeavesOneOut(Callback):
 
 def leave(rank: int, folder: Path, kind: type[Callback]) -> tuple[int, bool, bool]:
     """Train until all leave; return the step, who was left out, and whether it was uploaded."""
-    upload = Uploads._upload
+    upload = Committer._upload
     elastic = ElasticRestart(drain_timeout_s=60.0)
 
     def upload_slowly(*args: Any) -> None:
         time.sleep(2.0)
         upload(*args)
 
-    Uploads._upload = upload_slowly
+    Committer._upload = upload_slowly
     torch.manual_seed(0)
     checkpoint = LayerwiseCheckpoint(
         folder / "remote", every_n_train_steps=100, local_dir=folder / f"disk{rank}"
@@ -69,7 +69,7 @@ def leave(rank: int, folder: Path, kind: type[Callback]) -> tuple[int, bool, boo
         is_uploaded = saved._remote.done() and saved._remote.result()
         return saved.id.step, elastic.is_leaving, is_uploaded
     finally:
-        Uploads._upload = upload
+        Committer._upload = upload
     raise AssertionError("nobody left")
 
 

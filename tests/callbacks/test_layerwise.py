@@ -117,7 +117,7 @@ class Fails(L.Callback):
             # A process that has failed writes no more; this one lives on.
             if self.at is None:
                 saved.wait_until_uploaded(60)
-            checkpoint._access.close()
+            checkpoint._writer.close()
             raise RuntimeError("on purpose")
         self.epochs.append(trainer.fit_loop.epoch_progress.current.processed)
 

@@ -69,6 +69,7 @@ class Tells(Callback):
 
     def __init__(self, losses: Sequence[Loss] = ()) -> None:
         self.left = {loss: loss[2] for loss in losses}
+        self.has_lost = False
         for hook in {hook for hook, _, _ in losses}:
             setattr(self, hook, partial(self.lose, hook, getattr(self, hook)))
 
@@ -78,6 +79,12 @@ class Tells(Callback):
             if loss[:2] == (hook, trainer.global_step) and not trainer.sanity_checking:
                 self.left[loss] -= 1
                 if self.left[loss] == 0:
+                    if (
+                        not self.has_lost
+                    ):  # However slow the disk is, the first checkpoint is there.
+                        (saving,) = (c for c in trainer.callbacks if hasattr(c, "saved"))
+                        saving.saved.wait_until_uploaded(300.0)
+                    self.has_lost = True
                     raise Lost
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

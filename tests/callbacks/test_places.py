@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.callbacks.checkpointing.access import Access
+from lightning_hetero.callbacks.checkpointing.access import Leases
 from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
 from lightning_hetero.checkpoint import (
     Peers,
     TierKind,
-    WriterOptions,
 )
 from lightning_hetero.checkpoint.claims import OWNER_FILE, OccupiedError
 from lightning_hetero.cli import main
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.errors import ConfigurationError
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +61,9 @@ def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -
         assert node.memory_dir is not None
         for path in (node.memory_dir, *node.memory_dir.rglob("*")):
             os.utime(path, (eight_days_ago_s, eight_days_ago_s))
-    opened = Access(own, Peers(), is_first_of_node=True, options=WriterOptions())
-    opened.take_leases()
-    opened.leave()
+    opened = Leases(own, Peers(), is_first_of_node=True)
+    opened.take()
+    opened.release()
     assert [node.memory_dir.exists() for node in (left, other, own)] == [False, True, True]
     assert main(["checkpoint", "prune", "--memory", "0"]) == 0
     assert not other.memory_dir.exists()
@@ -107,22 +106,16 @@ def test_two_machines_of_one_name_are_two_nodes(
 def test_whoever_leaves_or_can_not_enter_holds_no_place(tmp_path: Path) -> None:
     node = at(str(tmp_path / "remote"), str(tmp_path / "disk"))
     files = [tmp_path / name / OWNER_FILE for name in ("remote", "disk")]
-    (tmp_path / "remote").mkdir()
-    (tmp_path / "remote" / "run.json").write_text("torn")
-    opened = Access(node, Peers(), is_first_of_node=True, options=WriterOptions())
-    opened.take_leases()
+    leases = Leases(node, Peers(), is_first_of_node=True)
+    leases.take()
     assert all(file.exists() for file in files)
-    with pytest.raises(CheckpointError, match="is torn"):
-        opened.enter(None)
-    opened.leave()
-    assert not any(file.exists() for file in files)
-    (tmp_path / "remote" / "run.json").unlink()
-    opened.take_leases()
-    opened.enter(None)
-    opened._leases[0]._thief = {"host": "thief"}
+    leases.raise_if_lost()
+    leases._leases[0]._thief = {"host": "thief"}
     with pytest.raises(OccupiedError, match="thief"):
-        _ = opened.writer
-    opened.leave()
+        leases.raise_if_lost()
+    leases._leases[0]._thief = None
+    leases.release()
+    assert not any(file.exists() for file in files)
 
 
 def test_a_note_that_is_cut_short_or_does_not_fit_costs_no_step_and_leaves_the_one_before(

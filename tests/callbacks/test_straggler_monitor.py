@@ -200,7 +200,7 @@ def test_a_slow_rank_is_named_and_relieved_until_it_recovers(pool, tmp_path):
 
 def test_badly_cut_stages_are_cut_anew_and_then_again_around_a_slow_rank(pool, tmp_path):
     slow = SlowRank(start=50, duration=16, global_rank=0, slowdown=3.0)
-    cut = {"num_layers": 6, "num_stages": 2, "cuts": (5, 1), "world_size": 2}
+    cut = {"num_layers": 6, "num_stages": 2, "cuts": (5, 1), "world_size": 2, "num_microbatches": 4}
     seen = watch(pool, Drill(faults=(slow,), num_steps=84, **cut), tmp_path)
     layers = ([len(stage.layers) for stage in plan.pipelines[0].stages] for plan in seen.plans)
     assert [cut for cut, _ in groupby(layers)] == [[5, 1], [3, 3], [1, 5], [3, 3]]

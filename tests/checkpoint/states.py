@@ -14,13 +14,13 @@ from lightning_hetero.checkpoint import (
     CheckpointWriter,
     Peers,
     Recovered,
+    Recovery,
     SliceContent,
     SliceNeed,
     Store,
     Tier,
     TierKind,
     WriterOptions,
-    recover,
 )
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.owners import assign_owners
@@ -53,9 +53,11 @@ def full_tensor(name: str, shape: Sequence[int], step: int) -> torch.Tensor:
     return torch.randn(tuple(shape), generator=generator)
 
 
-def cut(tensor: torch.Tensor, dim: int, start: int, stop: int) -> torch.Tensor:
+def cut(tensor: torch.Tensor, dim: int, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Return rows of a tensor; a tensor without dims whole."""
-    return tensor.narrow(dim, start, stop - start).clone() if tensor.ndim else tensor.clone()
+    if not tensor.ndim:
+        return tensor.clone()
+    return torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in rows], dim)
 
 
 def owned(
@@ -88,7 +90,7 @@ def contents(
     pieces: list[list[SliceContent]] = [[] for _ in range(world_size)]
     for spec in parameters:
         for piece in owners[spec.name]:
-            rows = (spec.cut_dim, piece.start, piece.stop)
+            rows = spec.cut_dim, [(piece.start, piece.stop)]
             content = SliceContent(
                 parameter=spec.name,
                 unit=unit_of(spec, plan.num_layers),
@@ -131,11 +133,14 @@ def needs_of(
     """Return what a rank asks for under a plan."""
     parameters = items or specs()
     owners = owned(plan, world_size, ownership=ownership, items=parameters)
-    return [
-        SliceNeed(spec.name, spec.shape, spec.cut_dim, piece.start, piece.stop)
+    rows = {
+        spec.name: tuple((p.start, p.stop) for p in owners[spec.name] if p.owner == rank)
         for spec in parameters
-        for piece in owners[spec.name]
-        if piece.owner == rank
+    }
+    return [
+        SliceNeed(spec.name, spec.shape, spec.cut_dim, rows[spec.name])
+        for spec in parameters
+        if rows[spec.name]
     ]
 
 
@@ -146,9 +151,10 @@ def assert_is_state(recovered: Recovered | None, needs: Sequence[SliceNeed], ste
     assert recovered.metadata["global_step"] == step
     assert [item.parameter for item in recovered.slices] == [need.parameter for need in needs]
     for item, need in zip(recovered.slices, needs, strict=True):
-        rows = (need.dim, need.start, need.stop)
-        weight = cut(full_tensor(need.parameter, need.shape, step), *rows)
-        moment = cut(full_tensor(need.parameter + "/m", need.shape, step), *rows)
+        weight, moment = (
+            cut(full_tensor(need.parameter + end, need.shape, step), need.dim, need.rows)
+            for end in ("", "/m")
+        )
         assert torch.equal(item.weight, weight), need
         assert torch.equal(item.state["exp_avg"], moment), need
         assert item.state["step"].item() == step
@@ -209,22 +215,50 @@ class Nodes:
         self.disk[node].files.clear()
 
 
+def recover(
+    needs: Sequence[SliceNeed], tiers: Sequence[Tier], *, step: int | None = None, **options: Any
+) -> Recovered | None:
+    return Recovery(tiers, **options).recover(needs, step=step)
+
+
+def begin_run(tiers: Sequence[Tier], **options: Any) -> CheckpointId:
+    return Recovery(tiers, **options).begin_run()
+
+
+def write(
+    tiers: Sequence[Sequence[Tier]],
+    action: Callable[[int, CheckpointWriter], T],
+    *,
+    node_of_rank: Sequence[str] = "abc",
+    timeout_s: float = 30.0,
+    **options: Any,
+) -> list[T]:
+    """Run `action(rank, writer)` for the ranks with these tiers, then close the writers."""
+
+    def run(rank: int, peers: Peers) -> T:
+        writer = CheckpointWriter(
+            tiers[rank],
+            node_of_rank=node_of_rank[: len(tiers)],
+            peers=peers,
+            options=WriterOptions(**options),
+        )
+        result = action(rank, writer)
+        writer.close()
+        return result
+
+    return run_ranks(len(tiers), run, timeout_s=timeout_s)
+
+
 def save_all(
     nodes: Nodes, node_of_rank: Sequence[str], parts: list[CheckpointContent], *, replicas: int = 1
 ) -> None:
-    def action(rank: int, peers: Peers) -> None:
-        writer = CheckpointWriter(
-            nodes.tiers(node_of_rank[rank]),
-            node_of_rank=node_of_rank,
-            peers=peers,
-            options=WriterOptions(replicas=replicas),
-        )
+    def action(rank: int, writer: CheckpointWriter) -> None:
         saved = writer.save(parts[rank])
         saved.wait_until_confirmed(20)
         assert saved.wait_until_uploaded(20) == (nodes.remote is not None)
-        writer.close()
 
-    run_ranks(len(parts), action)
+    tiers = [nodes.tiers(node) for node in node_of_rank]
+    write(tiers, action, node_of_rank=node_of_rank, replicas=replicas)
 
 
 def recover_all(
@@ -265,6 +299,10 @@ PLANS = {
 
 def disk(store: Store, **options: int) -> Tier:
     return Tier(kind=TierKind.DISK, store=store, **options)
+
+
+def remote(store: Store, **options: int) -> Tier:
+    return Tier(kind=TierKind.REMOTE, store=store, **options)
 
 
 class Gate:

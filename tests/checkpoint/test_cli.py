@@ -8,14 +8,12 @@ import pytest
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
     LocalStore,
-    Peers,
     Tier,
     TierKind,
-    recover,
 )
 from lightning_hetero.cli import main
 from lightning_hetero.core.plan import ParallelPlan
-from tests.checkpoint.states import assert_is_state, contents, needs_of, run_ranks
+from tests.checkpoint.states import assert_is_state, contents, disk, needs_of, recover, write
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)
 ONE = ParallelPlan.even(world_size=1, num_layers=4)
@@ -26,19 +24,13 @@ def folders(tmp_path: Path) -> list[str]:
     """Save steps 1, 2, 3 by two nodes into a folder each."""
     names = [str(tmp_path / "a"), str(tmp_path / "b")]
 
-    def save(rank: int, peers: Peers) -> None:
-        writer = CheckpointWriter(
-            [Tier(kind=TierKind.DISK, store=LocalStore(names[rank]), keep=3)],
-            node_of_rank=["a", "b"],
-            peers=peers,
-        )
+    def save(rank: int, writer: CheckpointWriter) -> None:
         for step in (1, 2, 3):
             part = contents(step, PLAN, 2)[rank]
             part.metadata["pytorch-lightning_version"] = "2.6.6"  # type: ignore[index]
             writer.save(part).wait_until_confirmed(20)
-        writer.close()
 
-    run_ranks(2, save)
+    write([[disk(LocalStore(name), keep=3)] for name in names], save)
     return names
 
 
@@ -77,7 +69,7 @@ def test_inspect_says_which_place_has_how_much_of_a_layer(
 def test_prune_keeps_the_newest_complete_ones_and_refuses_none(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(tmp_path), keep=9)])
+    writer = CheckpointWriter([disk(LocalStore(tmp_path), keep=9)])
     for step in (1, 2, 3, 4):
         writer.save(contents(step, ONE, 1)[0])
     writer.close()
@@ -136,7 +128,7 @@ def test_two_runs_in_a_folder_are_told_apart_and_pruned_apart(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = ParallelPlan.even(world_size=1, num_layers=4)
-    writer = CheckpointWriter([Tier(kind=TierKind.DISK, store=LocalStore(tmp_path), keep=1)])
+    writer = CheckpointWriter([disk(LocalStore(tmp_path), keep=1)])
     for run_id, step in (("a", 5), ("a", 9), ("b", 1), ("b", 2)):
         content = contents(step, alone, 1)[0]
         content = replace(content, id=replace(content.id, run=run_id))

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,6 @@ from lightning_hetero.checkpoint import (
     Store,
     Tier,
     TierKind,
-    recover,
 )
 from lightning_hetero.checkpoint.inspection import prune
 from lightning_hetero.checkpoint.inventory import (
@@ -34,7 +34,15 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
-from tests.checkpoint.states import TWO, assert_is_state, contents, needs_of, run_ranks
+from tests.checkpoint.states import (
+    TWO,
+    assert_is_state,
+    contents,
+    needs_of,
+    recover,
+    run_ranks,
+    write,
+)
 
 PLAN = ParallelPlan.even(world_size=2, num_layers=4, num_stages=2)
 STEPS = (1, 2, 3)
@@ -47,19 +55,13 @@ def save(
 ) -> None:
     """Save steps by two ranks, each into its own store or both into the one."""
 
-    def action(rank: int, peers: Peers) -> None:
-        store = stores[rank % len(stores)]
-        writer = CheckpointWriter(
-            [Tier(kind=kind, store=store, keep=keep)],
-            node_of_rank=["a", "b"],
-            peers=peers,
-        )
+    def action(rank: int, writer: CheckpointWriter) -> None:
         for step in steps:
             saved = writer.save(contents(step, PLAN, 2, attempt=attempt)[rank])
             saved.wait_until_confirmed(20)
-        writer.close()
 
-    run_ranks(2, action)
+    tiers = [[Tier(kind=kind, store=stores[rank % len(stores)], keep=keep)] for rank in range(2)]
+    write(tiers, action)
 
 
 def recover_all(stores: Sequence[MemoryStore], kind: TierKind) -> list[Recovered | None]:
@@ -260,25 +262,28 @@ def test_a_tier_that_ever_had_a_complete_checkpoint_always_has_one(seed: int) ->
     def store_of(kind: TierKind, rank: int) -> Store:
         return FaultyStore(stores[kind][rank % len(stores[kind])], faults[kind, rank])
 
-    def save(rank: int, peers: Peers) -> None:
-        tiers = [Tier(kind=kind, store=store_of(kind, rank), keep=1) for kind in TierKind]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
+    together = threading.Barrier(2)
+
+    def save(rank: int, writer: CheckpointWriter) -> None:
         for step in range(1, NUM_SAVES + 1):
             for kind in TierKind:
                 faults[kind, rank].begin(step)
-            peers.gather(None)
+            together.wait(20)
             saved = writer.save(PARTS[step][rank])
             with contextlib.suppress(CheckpointError):
                 saved.wait_until_confirmed(20)
                 had[OWN] = PARTS[step][rank].id
             with contextlib.suppress(CheckpointError):
                 saved.wait_until_uploaded(20)
-            peers.gather(None)
+            together.wait(20)
             if rank == 0:
                 compare(stores, had)
-            peers.gather(None)
-        with contextlib.suppress(CheckpointError):
-            writer.close()
+            together.wait(20)
 
-    run_ranks(2, save)
+    tiers = [
+        [Tier(kind=kind, store=store_of(kind, rank), keep=1) for kind in TierKind]
+        for rank in range(2)
+    ]
+    with contextlib.suppress(CheckpointError):
+        write(tiers, save)
     assert had, "nothing was ever saved"

@@ -15,11 +15,8 @@ from lightning_hetero.checkpoint import (
     Peers,
     Recovered,
     RetryingStore,
-    Store,
     Tier,
     TierKind,
-    WriterOptions,
-    recover,
 )
 from lightning_hetero.checkpoint.deadlines import HangingError
 from lightning_hetero.core.errors import CheckpointError
@@ -32,8 +29,11 @@ from tests.checkpoint.states import (
     contents,
     disk,
     needs_of,
+    recover,
+    remote,
     run_ranks,
     save_all,
+    write,
 )
 
 THREE = ParallelPlan.even(world_size=3, num_layers=4)
@@ -194,30 +194,53 @@ def test_a_disk_that_hangs_while_copies_travel_costs_that_copy_alone(side: str) 
     part = {"reads": "part-00001.weights", "writes": "part-00000.weights"}[side]
     hanging = Hanging(lambda called, name: called == verb and part in name)
 
-    def save(rank: int, peers: Peers) -> list[bool]:
-        store: Store = FaultyStore(stores[1], hanging) if rank == 1 else stores[rank]
-        writer = CheckpointWriter(
-            [Tier(kind=TierKind.MEMORY, store=MemoryStore()), disk(store)]
-            if side == "writes"
-            else [disk(store)],
-            node_of_rank=["a", "b", "c"],
-            peers=peers,
-            options=WriterOptions(replicas=2, stall_s=2.0),
-        )
+    tiers: list[list[Tier]] = [[disk(store)] for store in stores]
+    tiers[1] = [disk(FaultyStore(stores[1], hanging))]
+    if side == "writes":
+        tiers = [[Tier(kind=TierKind.MEMORY, store=MemoryStore()), *own] for own in tiers]
+    together = threading.Barrier(3)
+
+    def save(rank: int, writer: CheckpointWriter) -> None:
         saved = writer.save(contents(1, THREE, 3)[rank])
-        with pytest.raises(CheckpointError, match=r"Cop(y|ies) .*hasn't moved for"):
+        with pytest.raises(CheckpointError, match=r"Copies: .*hasn't moved for"):
             saved.wait_until_confirmed(30)
-        peers.gather(None)
+        together.wait(20)
         hanging.hangs = lambda verb, name: False
         hanging.let_go.set()
-        peers.gather(None)
+        together.wait(20)
         writer.save(contents(2, THREE, 3)[rank]).wait_until_confirmed(30)
-        writer.close()
-        return [any(f"part-{part:05d}.json" in name for name in store.list()) for part in range(3)]
 
+    write(tiers, save, timeout_s=1.0, replicas=2, stall_s=2.0)
     # Every rank has its own part of the second checkpoint and its neighbour's.
-    assert run_ranks(3, save, timeout_s=1.0) == [
-        [True, False, True],
-        [True, True, False],
-        [False, True, True],
-    ]
+    assert [
+        [any(f"part-{part:05d}.json" in name for name in store.files) for part in range(3)]
+        for store in stores
+    ] == [[True, False, True], [True, True, False], [False, True, True]]
+
+
+def test_an_upload_that_hangs_on_one_rank_is_given_up_on_all_and_later_ones_are_whole() -> None:
+    """What wakes up later finds that it is too late, and no local save has waited for it."""
+    cloud = MemoryStore()
+    hanging = Hanging(lambda verb, name: verb == "write" and "part-00001.weights" in name)
+    tiers = [[disk(MemoryStore()), remote(store)] for store in (cloud, FaultyStore(cloud, hanging))]
+
+    def save(rank: int, writer: CheckpointWriter) -> None:
+        saved = [writer.save(contents(step, TWO, 2)[rank]) for step in (1, 2)]
+        for item in saved:
+            item.wait_until_confirmed(30)
+        with pytest.raises(CheckpointError, match=r"Rank 1: storage hasn't moved for 2 s"):
+            saved[0].wait_until_uploaded(30)
+        hanging.hangs = lambda verb, name: False
+        saved.append(writer.save(contents(3, TWO, 2)[rank]))
+        assert [item.wait_until_uploaded(30) for item in saved[1:]] == [False, True]
+        hanging.let_go.set()
+        join_all("checkpoint-work")
+
+    write(tiers, save, stall_s=2.0)
+    assert not any("part-00001.json" in name and "001-0" in name for name in cloud.files)
+    needs = [needs_of(rank, TWO, 2) for rank in range(2)]
+    results = run_ranks(
+        2, lambda rank, peers: recover(needs[rank], [remote(cloud)], node="ab"[rank], peers=peers)
+    )
+    for rank in range(2):
+        assert_is_state(results[rank], needs[rank], 3)

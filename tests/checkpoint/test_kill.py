@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_hetero.checkpoint import LocalStore, Tier, TierKind, recover
-from tests.checkpoint.states import PLANS, assert_is_state, needs_of
+from lightning_hetero.checkpoint import LocalStore, Tier, TierKind
+from tests.checkpoint.states import PLANS, assert_is_state, needs_of, recover
 from tests.fast_python import fast_python
 
 SAVER = """

@@ -18,7 +18,7 @@ from tests.checkpoint.states import run_ranks
 
 def test_each_rank_learns_what_each_gave_however_often() -> None:
     def action(rank: int, peers: Peers) -> list[list[Any]]:
-        other = peers.branch()
+        other = peers.branch(timeout_s=20.0, progress=Progress())
         found = [peers.gather([rank, round_]) for round_ in range(20)]
         return [*found, other.gather({"rank": rank})]
 

@@ -11,7 +11,6 @@ from lightning_hetero.checkpoint import (
     SliceContent,
     SliceNeed,
     Source,
-    recover,
 )
 from lightning_hetero.checkpoint.commit import place_replicas
 from lightning_hetero.checkpoint.encoding import DTYPE_NAMES
@@ -24,6 +23,7 @@ from tests.checkpoint.states import (
     assert_is_state,
     contents,
     needs_of,
+    recover,
     recover_all,
     save_all,
 )
@@ -56,8 +56,11 @@ def test_a_reader_may_cut_along_another_dim_than_the_writer() -> None:
     nodes = Nodes(["a", "b"])
     save_all(nodes, ["a", "b"], contents(3, plan, size))
     needs = [
-        [SliceNeed("1.up", (32, 8), 1, 2, 5), SliceNeed("1.down", (8, 32), 0, 0, 3)],
-        [SliceNeed("1.up", (32, 8), 0, 31, 32)],
+        [
+            SliceNeed("1.up", (32, 8), 1, ((0, 1), (2, 5))),
+            SliceNeed("1.down", (8, 32), 0, ((0, 3),)),
+        ],
+        [SliceNeed("1.up", (32, 8), 0, ((31, 32),))],
     ]
     results = recover_all(nodes, ["a", "b"], needs)
     for rank in range(2):
@@ -121,9 +124,9 @@ def test_another_models_checkpoint_is_refused_on_all_ranks() -> None:
     nodes = Nodes(["a", "b"])
     save_all(nodes, ["a", "b"], contents(2, plan, size))
     with pytest.raises(CheckpointError, match=r"1\.up has shape"):
-        recover_all(nodes, ["a", "b"], [[SliceNeed("1.up", (64, 8), 0, 0, 1)], []])
+        recover_all(nodes, ["a", "b"], [[SliceNeed("1.up", (64, 8), 0, ((0, 1),))], []])
     with pytest.raises(CheckpointError, match="no parameter other"):
-        recover_all(nodes, ["a", "b"], [[], [SliceNeed("other", (64, 8), 0, 0, 1)]])
+        recover_all(nodes, ["a", "b"], [[], [SliceNeed("other", (64, 8), 0, ((0, 1),))]])
 
 
 def test_state_that_is_not_element_by_element_is_never_cut() -> None:
@@ -149,12 +152,12 @@ def test_state_that_is_not_element_by_element_is_never_cut() -> None:
         for rank in rows
     ]
     save_all(nodes, ["a", "a"], parts)
-    same = recover([SliceNeed("w", (8, 4), 0, 4, 8)], nodes.tiers("a"))
+    same = recover([SliceNeed("w", (8, 4), 0, ((4, 8),))], nodes.tiers("a"))
     assert same is not None
     assert torch.equal(same.slices[0].state["row"], torch.arange(4.0) + 1)
     assert torch.equal(same.slices[0].state["square"], torch.eye(4) + 1)
     with pytest.raises(CheckpointError, match="ownership='parameter'"):
-        recover([SliceNeed("w", (8, 4), 0, 0, 8)], nodes.tiers("a"))
+        recover([SliceNeed("w", (8, 4), 0, ((0, 8),))], nodes.tiers("a"))
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
@@ -168,7 +171,7 @@ def test_every_dtype_survives(dtype: torch.dtype) -> None:
     )
     nodes = Nodes(["a"], remote=False)
     save_all(nodes, ["a"], [content])
-    recovered = recover([SliceNeed("p", (2, 3, 4), 1, 1, 3)], nodes.tiers("a"))
+    recovered = recover([SliceNeed("p", (2, 3, 4), 1, ((1, 3),))], nodes.tiers("a"))
     assert recovered is not None
     found = recovered.slices[0].weight
     assert found.dtype == dtype

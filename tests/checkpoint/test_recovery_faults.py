@@ -10,7 +10,6 @@ from lightning_hetero.checkpoint import (
     Recovered,
     Tier,
     TierKind,
-    recover,
 )
 from lightning_hetero.checkpoint.inspection import look
 from lightning_hetero.core.errors import CheckpointError
@@ -22,6 +21,7 @@ from tests.checkpoint.states import (
     assert_is_state,
     contents,
     needs_of,
+    recover,
     recover_all,
     run_ranks,
     save_all,

@@ -6,8 +6,6 @@ import pytest
 
 from lightning_hetero.checkpoint import (
     CheckpointId,
-    begin_run,
-    recover,
 )
 from lightning_hetero.core.errors import CheckpointError
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
@@ -15,9 +13,11 @@ from tests.checkpoint.states import (
     PLANS,
     Nodes,
     assert_is_state,
+    begin_run,
     contents,
     disk,
     needs_of,
+    recover,
     recover_all,
     save_all,
 )

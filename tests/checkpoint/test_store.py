@@ -19,10 +19,9 @@ from lightning_hetero.checkpoint import (
     Tier,
     TierKind,
     open_store,
-    recover,
 )
 from tests.callbacks.servers import S3Server
-from tests.checkpoint.states import PLANS, assert_is_state, contents, needs_of
+from tests.checkpoint.states import PLANS, assert_is_state, contents, needs_of, recover
 
 
 @pytest.fixture(scope="module")

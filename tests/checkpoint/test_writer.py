@@ -8,24 +8,24 @@ import torch
 
 from lightning_hetero.checkpoint import (
     CheckpointWriter,
-    Peers,
     SavedCheckpoint,
     Tier,
     TierKind,
     WriterOptions,
-    recover,
 )
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.plan import ParallelPlan
 from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import (
     PLANS,
+    TWO,
     Gate,
     assert_is_state,
     contents,
     disk,
     needs_of,
-    run_ranks,
+    recover,
+    remote,
+    write,
 )
 
 PLAN, SIZE = PLANS["one device"]
@@ -68,7 +68,7 @@ def test_one_snapshot_is_in_memory_at_a_time_and_its_memory_is_reused() -> None:
     gate, store = Gate(), MemoryStore()
     writer = CheckpointWriter([disk(FaultyStore(store, gate))])
     first = writer.save(contents(1, PLAN, SIZE)[0])
-    place = first.snapshot.tensors[0, "weight"].data_ptr()
+    place = first.snapshot.content.slices[0].weight.data_ptr()
     result: list[SavedCheckpoint] = []
     second = threading.Thread(target=lambda: result.append(writer.save(contents(2, PLAN, SIZE)[0])))
     second.start()
@@ -77,17 +77,17 @@ def test_one_snapshot_is_in_memory_at_a_time_and_its_memory_is_reused() -> None:
     gate.open.set()
     second.join(20)
     result[0].wait_until_confirmed(20)
-    assert result[0].snapshot.tensors[0, "weight"].data_ptr() == place
+    assert result[0].snapshot.content.slices[0].weight.data_ptr() == place
     writer.close()
 
 
 def test_each_tier_keeps_its_newest_checkpoints() -> None:
-    memory, local, remote = MemoryStore(), MemoryStore(), MemoryStore()
+    memory, local, cloud = MemoryStore(), MemoryStore(), MemoryStore()
     writer = CheckpointWriter(
         [
             Tier(kind=TierKind.MEMORY, store=memory, keep=1),
             disk(local, keep=2),
-            Tier(kind=TierKind.REMOTE, store=remote, keep=3),
+            remote(cloud, keep=3),
         ]
     )
     for step in range(1, 6):
@@ -97,38 +97,31 @@ def test_each_tier_keeps_its_newest_checkpoints() -> None:
     def steps(store: MemoryStore) -> list[int]:
         return sorted({int(name.split("-")[1]) for name in store.files})
 
-    assert (steps(memory), steps(local), steps(remote)) == ([5], [4, 5], [3, 4, 5])
+    assert (steps(memory), steps(local), steps(cloud)) == ([5], [4, 5], [3, 4, 5])
 
 
 @pytest.mark.parametrize("ends", ["training", "by notice"])
 def test_a_slow_remote_delays_no_checkpoint_and_gets_the_newest_in_the_end(ends: str) -> None:
-    plan = ParallelPlan.even(world_size=2, num_layers=4)
-    gates = [Gate(), Gate()]
-    remote = MemoryStore()
-    locals_ = [MemoryStore(), MemoryStore()]
+    gates, cloud = [Gate(), Gate()], MemoryStore()
     gates[1].open.set()
+    saved: list[list[SavedCheckpoint]] = [[], []]
 
-    def save(rank: int, peers: Peers) -> list[bool]:
-        tiers = [
-            disk(locals_[rank]),
-            Tier(kind=TierKind.REMOTE, store=FaultyStore(remote, gates[rank])),
-        ]
-        writer = CheckpointWriter(tiers, node_of_rank=["a", "b"], peers=peers)
-        saved = []
+    def save(rank: int, writer: CheckpointWriter) -> None:
         for step in (1, 2, 3):
-            saved.append(writer.save(contents(step, plan, 2)[rank]))
-            saved[-1].wait_until_confirmed(20)
+            saved[rank].append(writer.save(contents(step, TWO, 2)[rank]))
+            saved[rank][-1].wait_until_confirmed(20)
         assert gates[rank].reached.wait(20)
         if ends == "by notice":
             writer.upload_newest()
         gates[0].open.set()
-        if ends == "training":
-            writer.close()
-        # All ranks skip the same ones, though the remote is slow for one of them only.
-        return [item.wait_until_uploaded(20) for item in saved]
+        if ends == "by notice":
+            assert saved[rank][-1].wait_until_uploaded(20)
 
-    assert run_ranks(2, save) == [[True, False, True]] * 2
-    assert {int(name.split("-")[1]) for name in remote.files} == {1, 3}
+    write([[disk(MemoryStore()), remote(FaultyStore(cloud, gate))] for gate in gates], save)
+    # All ranks skip the same ones, though the remote is slow for one of them only.
+    for own in saved:
+        assert [item.wait_until_uploaded(20) for item in own] == [True, False, True]
+    assert {int(name.split("-")[1]) for name in cloud.files} == {1, 3}
 
 
 @pytest.mark.parametrize(

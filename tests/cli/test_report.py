@@ -95,7 +95,7 @@ def test_it_tells_running_and_dead_runs_apart_and_leaves_out_a_torn_line(tmp_pat
     write_run(tmp_path / "running", ends=False, now_s=time.time())
     with (tmp_path / "running/events.jsonl").open("a") as file:
         file.write('{"event": "iterat')
-    assert "the run has died" in page_of(tmp_path / "dead")
+    assert "the run seems dead" in page_of(tmp_path / "dead")
     assert "Still running" in page_of(tmp_path / "running")
 
 

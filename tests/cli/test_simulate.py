@@ -84,7 +84,7 @@ def test_of_two_plans_the_totals_the_traffic_and_the_ranks_that_differ_are_shown
     assert "0-5" in output
     assert main(["compare", "a.json", "a.json", *words[2:]]) == 0
     output = capsys.readouterr().out
-    assert "Every rank does the same in both." in output
+    assert "Every rank does the same under both plans." in output
     assert "+0 (+0.0%)" in output
     assert main(["compare", "a.json", "b.json", *words[2:], "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)["plans"]
@@ -102,4 +102,4 @@ def test_rates_at_which_nothing_ever_ends_are_refused(words, tmp_path, capsys, c
     nodes = "[{device: d, count: 8, price_per_hour: 1}]"
     (tmp_path / "c.yaml").write_text(f"nodes: {nodes}\ndevices: [{device}]\n")
     assert main([*command.split(), *words[2:]]) == 2
-    assert "take for ever" in capsys.readouterr().err
+    assert "take forever" in capsys.readouterr().err

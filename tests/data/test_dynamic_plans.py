@@ -16,8 +16,8 @@ from tests.data.dynamic_runs import (
     train_long_alone,
     train_on_a_stream,
 )
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 
 pytestmark = pytest.mark.dist
 

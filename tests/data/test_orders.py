@@ -21,8 +21,8 @@ from torch.utils.data import (
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.orders import Order, check_alike, peek
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.step_cases import Rows, TinyModule
 from tests.toy import quiet
 

@@ -34,6 +34,7 @@ _PRELOADED = [
 _PRELOADED_IF_THERE = [
     "s3fs",  # Imported by any Trainer that writes something.
     "transformers.models.llama.modeling_llama",
+    "peft",
 ]
 _MOST_DESCRIPTORS = 250
 _FIRST_FREE = 400  # Above all descriptors of this process and of those who ask.
@@ -172,6 +173,10 @@ def main() -> None:
     # Each Trainer looks for callbacks in the metadata of all packages, a third of what it costs.
     registry = importlib.import_module("lightning.fabric.utilities.registry")
     registry.entry_points = functools.cache(registry.entry_points)
+    # Without its device, each seed is kept for it, with the stack of who called.
+    for name in ("cuda", "xpu", "mtia"):
+        if not (module := importlib.import_module(f"torch.{name}")).is_available():
+            module.manual_seed_all = lambda seed: None
     # Plugins of pytest, which wants to be the first to import them; and this module's own package.
     for name in [name for name in sys.modules if name.partition(".")[0] in ("anyio", "tests")]:
         del sys.modules[name]

@@ -30,7 +30,8 @@ class Tolerance:
     def close(self, found: object, wanted: object, *, is_loss: bool = True) -> bool:
         """Return whether two arrays are alike but for rounding."""
         relative = self.loss if is_loss else self.weight
-        return bool(np.allclose(found, wanted, rtol=relative, atol=relative * self.zero))
+        are_alike = np.shape(found) == np.shape(wanted)
+        return are_alike and np.allclose(found, wanted, rtol=relative, atol=relative * self.zero)
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def _wrong_refusal(recipe: Recipe, expected: Outcome, outcomes: list[Outcome]) -
     late = recipe.outer in ("later loss", "decoded in validation") or recipe.changes_later
     # Whether two means have the same targets is seen in the first step in which they haven't.
     late = late or recipe.reduction == "two losses"
-    if "train" in outcomes[0].seen and not late:
+    if outcomes[0].has_trained and not late:
         return f"refused after training steps: {outcomes[0].refused}"
     return None
 
@@ -84,41 +85,24 @@ def _wrong_refusal(recipe: Recipe, expected: Outcome, outcomes: list[Outcome]) -
 def _difference(recipe: Recipe, expected: Outcome, outcomes: list[Outcome]) -> str | None:
     tolerance = Tolerance.of(recipe)
     for rank, outcome in enumerate(outcomes):
-        if not tolerance.close(outcome.losses, expected.losses):
-            return f"losses of rank {rank}: {outcome.losses}, not {expected.losses}"
-        if outcome.metrics.keys() != expected.metrics.keys():
-            return f"metrics of rank {rank}: {outcome.metrics}, not {expected.metrics}"
-        for name, value in expected.metrics.items():
-            if not tolerance.close(outcome.metrics[name], value):
-                return f"{name} of rank {rank}: {outcome.metrics[name]}, not {value}"
-    return _different_state(tolerance, expected, outcomes[0]) or _different_predictions(
-        recipe, expected, outcomes
-    )
-
-
-def _different_state(tolerance: Tolerance, expected: Outcome, outcome: Outcome) -> str | None:
-    if outcome.state.keys() != expected.state.keys():
-        return f"names in the checkpoint: {outcome.state.keys() ^ expected.state.keys()} differ"
-    for name, value in expected.state.items():
-        found = outcome.state[name]
-        if found.shape != value.shape or not tolerance.close(found, value, is_loss=False):
-            return f"{name} in the checkpoint is {found.ravel()[:4]}, not {value.ravel()[:4]}"
-    return None
-
-
-def _different_predictions(
-    recipe: Recipe, expected: Outcome, outcomes: list[Outcome]
-) -> str | None:
+        for what in ("metrics", "state"):
+            names, wanted = getattr(outcome, what).keys(), getattr(expected, what).keys()
+            if names != wanted:
+                return f"{what} of rank {rank}: {[*names]}, not {[*wanted]}"
+        numbers = {"losses": (outcome.losses, expected.losses, True)}
+        numbers |= {
+            name: (outcome.metrics[name], value, True) for name, value in expected.metrics.items()
+        }
+        numbers |= {
+            f"{name} in the checkpoint": (outcome.state[name], value, False)
+            for name, value in expected.state.items()
+        }
+        for name, (found, value, is_loss) in numbers.items():
+            if not tolerance.close(found, value, is_loss=is_loss):
+                return f"{name} of rank {rank}: {found}, not {value}"
     plan, _ = PLANS[recipe.resumed_plan or recipe.plan]
-    assert plan is not None
-    found = [
-        item
-        for pipeline in plan["pipelines"]
-        for item in outcomes[pipeline["stages"][-1]["ranks"][0]].predictions
-    ]
-    wanted = np.concatenate(expected.predictions)
-    together = np.concatenate(found) if found else np.zeros(0)
-    if together.shape != wanted.shape:
-        return f"predictions are of shape {together.shape}, not {wanted.shape}"
-    close = Tolerance.of(recipe).close(together, wanted, is_loss=False)
+    ends = [pipeline["stages"][-1]["ranks"][0] for pipeline in plan["pipelines"]]
+    predictions = [item for rank in ends for item in outcomes[rank].predictions]
+    found = np.concatenate(predictions) if predictions else np.zeros(0)
+    close = tolerance.close(found, np.concatenate(expected.predictions), is_loss=False)
     return None if close else "predictions differ"

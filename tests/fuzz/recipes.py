@@ -7,17 +7,17 @@ import random
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from tests.runtime.runs import pipeline, plan_of, stage
+from tests.plans import ALONE, COPIES, STAGES, pipeline, plan_of, stage
 
 NUM_LAYERS = 3
 
-PLANS: dict[str, tuple[dict[str, Any] | None, int]] = {
-    "alone": (plan_of(pipeline(stage(0, 0, 3))), 1),
-    "two stages": (plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3))), 2),
+PLANS: dict[str, tuple[dict[str, Any], int]] = {
+    "alone": (ALONE, 1),
+    "two stages": (STAGES, 2),
     "stages reversed": (plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3))), 2),
     "three stages": (plan_of(pipeline(stage(0, 0, 1), stage(2, 1, 2), stage(1, 2, 3))), 3),
     "a rank at both ends": (plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(0, 2, 3))), 2),
-    "data parallel": (plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3))), 2),
+    "data parallel": (COPIES, 2),
     "unequal pipelines": (
         plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(2, 0, 1), stage(1, 1, 3))),
         3,
@@ -109,14 +109,14 @@ class Recipe:
         return any(
             len(stage["ranks"]) > 1
             for name in (self.plan, self.later_plan, self.resumed_plan)
-            for pipeline in ((name and PLANS[name][0]) or {"pipelines": []})["pipelines"]
+            if name is not None
+            for pipeline in PLANS[name][0]["pipelines"]
             for stage in pipeline["stages"]
         )
 
     @property
     def num_pipelines(self) -> int:
-        plan, _ = PLANS[self.plan]
-        return 1 if plan is None else len(plan["pipelines"])
+        return len(PLANS[self.plan][0]["pipelines"])
 
 
 _CHOICES: dict[str, tuple[Any, ...]] = {

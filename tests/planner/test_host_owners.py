@@ -32,7 +32,7 @@ def find(host_memory_bytes: float | None):
 
 
 def test_hosts_own_what_devices_have_no_room_for():
-    with pytest.raises(PlanningError, match="or say how much host_memory_bytes"):
+    with pytest.raises(PlanningError, match="give the nodes host_memory_bytes"):
         find(None)
     with pytest.raises(PlanningError, match=r"in its own memory, of which 1\.8 GiB may"):
         find(2 * GIB)
@@ -45,7 +45,7 @@ def test_hosts_own_what_devices_have_no_room_for():
     assert best.host_owners != best.ranks, "those with room own on their devices"
     for pipeline, index, stage in best.iter_stages():
         usable = cost.usable_bytes(cost.shape_of(stage).device)
-        there, here = (s.stage_memory[pipeline][index] for s in (on_devices, simulation))
+        there, here = (s.stages[pipeline][index].memory for s in (on_devices, simulation))
         is_host = stage.ranks[0] in best.host_owners
         assert (there.total > usable) is is_host, "only where it must"
         assert here.total <= usable

@@ -20,11 +20,15 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.profile import TimeFit
 from lightning_hetero.planner import CandidateOptions, CandidatePlans, plan_costs, propose_plans
-from lightning_hetero.planner.proposing.pipeline_costs import util_len
-from lightning_hetero.planner.proposing.proposal import Scheme, draw_iteration, propose
+from lightning_hetero.planner.proposing.pipeline_costs import util_len, with_budgets
+from lightning_hetero.planner.proposing.proposal import draw_iteration, propose
 from lightning_hetero.planner.proposing.quick_estimates import estimate_plans
-from lightning_hetero.planner.proposing.relaxation import AverageWork, fractional_plan
-from lightning_hetero.planner.proposing.sequence_room import with_budgets
+from lightning_hetero.planner.proposing.relaxation import (
+    FractionalPlan,
+    Scheme,
+    SchemeTable,
+    SequenceRuns,
+)
 from lightning_hetero.simulator import RooflineCost, simulate
 from tests.assign.cases import cost
 from tests.planner.every_plan import tiny_cluster, tiny_model
@@ -139,41 +143,44 @@ def long_tail(count: int = 4000) -> np.ndarray:
     return np.clip(draws, 16, LONGEST).astype(np.int64)
 
 
-def dynamic_programme_s(work: AverageWork, num_devices: int, steps: int) -> float:
+def dynamic_programme_s(runs: SequenceRuns, schemes: SchemeTable, steps: int) -> float:
     """Solve the paper's Eq. 4 on a grid of 1/steps of a device, by looking at every transition."""
-    num_intervals, num_schemes = work.work_s.shape
-    sums_s = np.concatenate([np.zeros((1, num_schemes)), np.cumsum(work.work_s, axis=0)])
-    units = num_devices * steps
-    table = np.full((units + 1, num_intervals + 1), np.inf)
+    num_runs, num_schemes = runs.work_s.shape
+    sums_s = np.concatenate([np.zeros((1, num_schemes)), np.cumsum(runs.work_s, axis=0)])
+    units = int(schemes.available[0]) * steps
+    table = np.full((units + 1, num_runs + 1), np.inf)
     table[:, 0] = 0.0
-    for n, high in itertools.product(range(1, units + 1), range(1, num_intervals + 1)):
+    for n, high in itertools.product(range(1, units + 1), range(1, num_runs + 1)):
         best = table[n - 1, high]
         for k, low, used in itertools.product(range(num_schemes), range(high), range(1, n + 1)):
-            if work.fits[high - 1, k]:
-                pipelines = used / steps / work.devices[k, 0]
+            # The longest sequences come first.
+            if runs.least[low] <= runs.table.max_len[k]:
+                pipelines = used / steps / schemes.devices[k, 0]
                 work_s = (sums_s[high, k] - sums_s[low, k]) / pipelines
                 best = min(best, max(table[n - used, low], work_s))
         table[n, high] = best
-    return float(table[units, num_intervals])
+    return float(table[units, num_runs])
 
 
 def test_the_linear_programme_is_the_limit_of_the_papers_dynamic_programme() -> None:
-    work_s = np.array([[4.0, 3.0, 5.0], [3.0, 2.0, 2.5], [2.0, 1.5, 1.2], [1.0, 0.9, 0.5]])
-    work = AverageWork(
-        work_s=work_s,
-        alone_s=work_s / 10,
-        fits=np.array([[1, 1, 1], [1, 1, 1], [0, 1, 1], [0, 0, 1]], dtype=bool),
-        lost_s=np.array([0.1, 0.1, 0.3]),
-        devices=np.array([[1.0], [2.0], [4.0]]),
-        available=np.array([4.0]),
+    rows = [(1, 3e-4, 1000, 1), (2, 1.8e-4, 3000, 1), (4, 1e-4, 9000, 2)]
+    table = SchemeTable(
+        [
+            Scheme(
+                cost=cost(a=2e-9, b=b, c=0.0, max_len=limit, num_stages=stages),
+                devices=(("gpu", n),),
+            )
+            for n, b, limit, stages in rows
+        ],
+        {"gpu": 4},
     )
-    without, bubbles = (fractional_plan(work, with_bubbles=flag) for flag in (False, True))
-    coarse_s, fine_s = (dynamic_programme_s(work, 4, steps) for steps in (2, 8))
-    assert without.latency_s <= fine_s * (1 + 1e-9) <= coarse_s * (1 + 1e-9)
-    assert fine_s <= without.latency_s * 1.1
-    assert bubbles.latency_s >= without.latency_s + work.lost_s.min()
-    for plan in (without, bubbles):
-        assert (plan.counts @ work.devices <= work.available + 1e-6).all()
+    lengths = np.repeat([8000, 2500, 900, 300], [1, 3, 9, 20])
+    runs, plan = SequenceRuns.of(lengths, table.table), FractionalPlan.of(lengths, table)
+    coarse_s, fine_s = (dynamic_programme_s(runs, table, steps) for steps in (2, 8))
+    assert plan.latency_s <= fine_s * (1 + 1e-9) <= coarse_s * (1 + 1e-9)
+    assert fine_s <= plan.latency_s * 1.1
+    assert (plan.counts @ table.devices <= table.available + 1e-6).all()
+    assert FractionalPlan.of(np.array([9001]), table) is None
 
 
 def test_an_estimate_is_near_the_assignment_and_infinite_where_a_sequence_fits_nowhere() -> None:
@@ -319,7 +326,7 @@ def test_the_price_is_what_the_simulator_recomputes_but_for_whole_layers(tokens:
     alone_s = [sum(SHORT.compute_s(shape, (tokens,))) for shape in shapes]
     slowest = int(np.argmax(alone_s))
     layer_s = SHORT.recompute_s(shapes[slowest]._replace(recomputed_layers=1), (tokens,))
-    simulated_s = found.stage_recompute_s[0][slowest] / 8
+    simulated_s = found.stages[0][slowest].recompute_s / 8
     priced_s = (float(cost.stretch(np.array([float(tokens)]))[0]) - 1) * alone_s[slowest]
     assert priced_s > 0
     assert abs(simulated_s - priced_s) <= layer_s

@@ -13,6 +13,7 @@ import pytest
 
 from lightning_hetero import ParallelPlan
 from tests.core.sample_plans import random_plan
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.rendezvous.operations import (
     CONTROL,
@@ -25,7 +26,6 @@ from tests.rendezvous.operations import (
     find_block,
 )
 from tests.rendezvous.runs import Job, record, record_with_streams
-from tests.runtime.runs import pipeline, plan_of, stage
 
 pytestmark = pytest.mark.dist
 

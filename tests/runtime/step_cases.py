@@ -17,17 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import HeteroError
+from tests.plans import COPIES, STAGES, Plan, size_of
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import VOCABULARY, TokenRows, quiet
 
-Plan = dict[str, Any]
-ALONE = plan_of(pipeline(stage(0, 0, 3)))
-STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
-THREE = plan_of(pipeline(stage(1, 0, 1), stage(0, 1, 2), stage(2, 2, 3)))
-COPIES = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))
-UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
-SHARDED = plan_of(pipeline(stage([0, 1], 0, 3)))
 PLANS = {"stages": STAGES, "copies": COPIES}
 ROWS = 4
 """Of an iteration, over all pipelines."""
@@ -62,7 +55,8 @@ class Compared(L.LightningModule):
     iteration_rows = ROWS
     layers_at: str | None = None
     """The strategy's `layers`."""
-    validates = False
+    validates = 0
+    """How many validation sets there are."""
     predicts = False
     """What it then predicts is what it has seen."""
     seen: Any = None
@@ -111,11 +105,6 @@ class TakesTurns(L.Callback):
         trainer.strategy.change_plan(plan)  # type: ignore[attr-defined]
 
 
-def size_of(plan: Plan) -> int:
-    """Return how many ranks a plan is for."""
-    return max(ParallelPlan.from_dict(plan).ranks) + 1
-
-
 def train(
     make: Make,
     plan: Plan | None,
@@ -125,8 +114,9 @@ def train(
     evaluates: bool = False,
     later: Plan | None = None,
     options: Mapping[str, Any] | None = None,
+    ckpt_path: Any = None,
     **trainer: Any,
-) -> Compared:
+) -> Any:
     """Train a module on one of a plan's ranks, for two epochs of the rows that it has.
 
     Args:
@@ -137,6 +127,7 @@ def train(
         evaluates: Validates instead.
         later: A plan for every second iteration.
         options: Of the strategy.
+        ckpt_path: The checkpoint that training begins with.
         trainer: Options of the Trainer.
     """
     L.seed_everything(3, verbose=False)
@@ -155,7 +146,8 @@ def train(
     if evaluates:
         made.validate(module, loaders[1], verbose=False)
     else:
-        made.fit(module, *loaders[: 1 + module.validates])
+        validation = loaders[1:] * module.validates or None
+        made.fit(module, loaders[0], validation, ckpt_path=ckpt_path, weights_only=False)
     if module.predicts:
         found = [item for item in made.predict(module, loaders[1]) if item is not None]
         module.seen = torch.cat(found).tolist()

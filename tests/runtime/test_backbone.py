@@ -15,6 +15,7 @@ from lightning_hetero.callbacks import LayerwiseCheckpoint
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import SEED, run
 from tests.runtime.peft_runs import PeftCase, PeftModule
+from tests.runtime.runs import assert_same_weights
 from tests.runtime.test_adapters import PLANS
 from tests.toy import ADAM_EPS
 
@@ -136,10 +137,7 @@ def case_of(plan: str, *, whole: bool) -> BackboneCase:
 def check(found: Outcome, expected: Outcome) -> None:
     np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
     assert found.rates == expected.rates
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        scale = max(np.abs(weight).max(), 1e-3)
-        assert np.abs(found.weights[name] - weight).max() <= 1e-5 * scale, name
+    assert_same_weights(found.weights, expected.weights, least=1e-3)
 
 
 @pytest.mark.parametrize(("plan", "whole"), [("stages", False), ("beside a copy", True)])

@@ -18,8 +18,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError, PlanError
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
@@ -59,7 +59,7 @@ class Setting:
 
     tied: bool = False
     width: int = 16
-    num_rows: int = 64
+    num_rows: int = 48
     num_workers: int = 0
     stateful: bool = False
     freeze_every: int = 5

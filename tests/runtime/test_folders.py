@@ -43,7 +43,10 @@ def write(folder: Path, model: str = "llama", kind: str | None = None) -> str:
     return str(folder / kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[] if kind in ("nf4", "torchao") else [slow]) for kind in KINDS],
+)
 def test_quantized_folders_and_folders_that_are_quantized_while_they_are_read(
     pool: ProcessPool, tmp_path: Path, kind: str
 ) -> None:

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, assert_same_training, pipeline, plan_of, stage, train
+from tests.runtime.runs import Case, assert_same_training, train
 
 pytestmark = [
     pytest.mark.gpu,

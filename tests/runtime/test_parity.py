@@ -8,17 +8,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import (
-    Case,
-    assert_same_bits,
-    check,
-    pipeline,
-    plan_of,
-    refusal,
-    stage,
-    train,
-)
+from tests.runtime.runs import Case, assert_same_bits, check, refusal, train
 
 pytestmark = pytest.mark.dist
 

@@ -32,7 +32,7 @@ def run(*, record: bool = True):
 
 
 def draw(path, plan, simulation):
-    plot_timeline(path, plan, COST, simulation)
+    plot_timeline(path, plan, simulation)
 
 
 def test_unrecorded_simulations_and_unwritable_files_are_refused(tmp_path):

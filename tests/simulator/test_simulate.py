@@ -117,7 +117,8 @@ def test_uniform_1f1b_without_communication_takes_exactly_p_minus_1_plus_m_slots
     cost = LinearCost(cluster_of(p), model_of(p))
     simulation = simulate(plan_of([1] * p), cost, [[(tokens,)] * m])
     assert simulation.iteration_time_s == pytest.approx((p - 1 + m) * 3 * tokens)
-    assert simulation.stage_busy == ((pytest.approx(m / (p - 1 + m)),) * p,)
+    (row,) = simulation.stages
+    assert [known.busy for known in row] == [pytest.approx(m / (p - 1 + m))] * p
 
 
 @given(layer_splits, st.booleans(), st.integers(1, 6), st.floats(1e3, 1e6), st.data())
@@ -188,14 +189,13 @@ def test_orders_say_what_runs_and_what_is_held():
     deep = simulate(plan, cost, [batches], orders=[split], record_events=True)
     # All forwards run first, and each micro-batch is held until its W.
     for index in range(2):
-        more = deep.stage_memory[0][index].activations - usual.stage_memory[0][index].activations
-        assert more == 1000 * (6 - [4, 3][index])
+        held = [found.stages[0][index].memory.activations for found in (deep, usual)]
+        assert held[0] - held[1] == 1000 * (6 - [4, 3][index])
         own = {e.kind: e for e in deep.events if e.stage_index == index and e.microbatch_index == 2}
         assert own["W"].end_s - own["W"].start_s == own["I"].end_s - own["I"].start_s
         assert own["W"].start_s >= own["I"].end_s
-    assert deep.stage_busy[0][0] * deep.iteration_time_s == pytest.approx(
-        usual.stage_busy[0][0] * usual.iteration_time_s
-    )
+    busy_s = [found.stages[0][0].busy * found.iteration_time_s for found in (deep, usual)]
+    assert busy_s[0] == pytest.approx(busy_s[1])
     with pytest.raises(PlanError, match="orders of pipeline 0"):
         simulate(plan, cost, [batches[:2]], orders=[lists])
 
@@ -254,7 +254,8 @@ def test_pipelines_that_run_alike_take_as_long_as_each_by_itself():
         together = simulate(plan, cost, batches)
         apart = simulate(plan, cost, batches, orders=[lists, None, None, None, None])
         assert together.iteration_time_s == pytest.approx(apart.iteration_time_s)
-        for one, other in zip(together.stage_busy, apart.stage_busy, strict=True):
-            assert one == pytest.approx(other)
-        assert together.stage_busy[0] == together.stage_busy[1] != together.stage_busy[2]
-        assert together.stage_memory == apart.stage_memory
+        for rows in zip(together.stages, apart.stages, strict=True):
+            for one, other in zip(*rows, strict=True):
+                assert one.busy == pytest.approx(other.busy)
+                assert one.memory == other.memory
+        assert together.stages[0] == together.stages[1] != together.stages[2]

@@ -38,9 +38,9 @@ def test_a_budget_costs_the_time_and_bytes_of_the_layers_that_the_runtime_would_
         COST.recompute_s(COST.shape_of(stage)._replace(recomputed_layers=count), batch)
         for count, batch in zip(counts, BATCHES, strict=True)
     )
-    assert found.stage_recompute_s[0][0] == pytest.approx(again_s)
+    assert found.stages[0][0].recompute_s == pytest.approx(again_s)
     assert none.iteration_time_s < found.iteration_time_s < every.iteration_time_s
-    memory = [item.stage_memory[0][0].activations for item in (every, found, none)]
+    memory = [item.stages[0][0].memory.activations for item in (every, found, none)]
     assert memory[0] < memory[1] < memory[2]
     of_embedding = COST.model.hidden_size * 2 * (8192 + 2048)
     assert memory[1] <= budget + of_embedding
@@ -67,7 +67,7 @@ def test_ranks_with_several_stages_hold_all_of_them():
     stages = [{"ranks": [rank], "layers": [start, stop]} for rank, start, stop in parts]
     plan = ParallelPlan.from_dict({"pipelines": [{"stages": stages}]})
     found = simulate(plan, cost, [[(512,)] * 4])
-    (row,), (busy,) = found.stage_memory, found.stage_busy
+    row, busy = zip(*((s.memory, s.busy) for s in found.stages[0]), strict=True)
     assert row[0] == row[3] != row[1] == row[2]
     assert found.memory_bytes == (row[0].total, row[1].total)
     assert busy[0] == busy[3]
@@ -75,9 +75,9 @@ def test_ranks_with_several_stages_hold_all_of_them():
     even = ParallelPlan.even(world_size=2, num_layers=32, num_stages=2)
     usual = simulate(even, cost, [[(512,)] * 4])
     ends = model.embedding_params + model.head_params
-    more = row[0].states - usual.stage_memory[0][0].states
+    more = row[0].states - usual.stages[0][0].memory.states
     # The last layers' head came to the rank of the first ones.
     assert row[0].states + row[1].states == pytest.approx(
-        sum(memory.states for memory in usual.stage_memory[0])
+        sum(known.memory.states for known in usual.stages[0])
     )
     assert 0 < more < 20 * ends

@@ -1,6 +1,7 @@
 """The leader's decisions over a simulated run: what is looked for, done, undone and said."""
 
 import random
+import re
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -139,6 +140,17 @@ def test_what_a_measure_gains_is_told_for_the_usual_work(recovers_at_once):
     assert (gained.before_s, gained.after_s) == pytest.approx((4.0, 2.4), rel=0.03)
     assert undone.after_s == pytest.approx(2.4 if recovers_at_once else 2.0, rel=0.03)
     assert recovers_at_once or undone.before_s == pytest.approx(2.0, rel=0.03)
+
+
+def test_measured_costs_replace_guesses():
+    run = begun()
+    for _ in range(2):
+        run.run(20, 2.0, rank_3=2.0, findings=[DEVICE])
+        run.run(20, 1.0)
+    applied = [e.reason for e in run.of(ActionEvent) if e.kind is DecisionKind.APPLY]
+    first_s, second_s = (float(re.search(r"for ([\d.]+) s", reason)[1]) for reason in applied)
+    assert first_s == 1.0
+    assert second_s < 0.5, "both the measure and its undoing took less"
 
 
 def test_a_slow_link_is_probed_again_as_its_share_of_the_time_allows():

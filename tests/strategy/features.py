@@ -7,20 +7,13 @@ from typing import Any
 import lightning as L
 import numpy as np
 import torch
-import torchmetrics
-from lightning.pytorch.callbacks import (
-    EarlyStopping,
-    ModelCheckpoint,
-    StochasticWeightAveraging,
-    WeightAveraging,
-)
-from torch import Tensor
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from torch.optim.swa_utils import get_ema_avg_fn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.toy import VOCABULARY, TokenRows, ToyModule, ToyOptions, loader, quiet
+from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
 
 SEED = 5
 
@@ -77,61 +70,6 @@ def fit_with_defaults(rank: int, num_stages: int, world_size: int) -> dict[str, 
 
 def fit_single(rank: int, batch_size: int) -> dict[str, Any]:
     return use_every_entry_point(rank, 1, {"devices": 1}, batch_size)
-
-
-class LoggingModule(ToyModule):
-    """Logs in all the ways there are."""
-
-    def __init__(self) -> None:
-        super().__init__(ToyOptions())
-        self.accuracy = torchmetrics.classification.MulticlassAccuracy(
-            VOCABULARY, average="micro", ignore_index=-100
-        )
-        self.seen: list[dict[str, float]] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        ids, labels = batch
-        logits = self.model(ids)
-        targets = labels.reshape(-1)
-        loss = torch.nn.functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets)
-        self.accuracy(logits.reshape(-1, VOCABULARY), targets)
-        self.log("loss", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("synced", loss, on_epoch=True, sync_dist=True)
-        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
-        self.log("largest_id", ids.max().float(), reduce_fx="max", on_step=False, on_epoch=True)
-        self.log("smallest_id", ids.min().float(), reduce_fx=min, on_step=False, on_epoch=True)
-        self.log("tokens", float(ids.numel()), reduce_fx="sum", on_step=False, on_epoch=True)
-        self.log_dict({"constant": 2.5, "again": loss}, on_step=False, on_epoch=True)
-        if (ids == 3).any():
-            self.log("rare", 1.0, on_step=False, on_epoch=True)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.loss(batch), prog_bar=True)
-        self.log("val_synced", self.loss_again, sync_dist=True)
-
-    def loss(self, batch: Any) -> Tensor:
-        self.loss_again = super().loss(batch)
-        return self.loss_again
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_end(outputs, batch, batch_idx)
-        self.seen.append({k: float(v) for k, v in self.trainer.progress_bar_metrics.items()})
-
-    def on_train_epoch_end(self) -> None:
-        self.log("at_epoch_end", 1.5)
-
-
-def log_everything(rank: int, plan: dict[str, Any] | None, world_size: int, batch_size: int) -> Any:
-    L.seed_everything(SEED, verbose=False)
-    module = LoggingModule()
-    trainer = L.Trainer(**quiet(max_epochs=2), **strategy_of(plan, world_size))
-    trainer.fit(module, loader(12, batch_size), loader(10, batch_size, seed=1))
-    return {
-        "metrics": metrics_of(trainer),
-        "bar": {k: float(v) for k, v in trainer.progress_bar_metrics.items()},
-        "seen": module.seen,
-    }
 
 
 class WorseningModule(ToyModule):
@@ -246,16 +184,3 @@ def average_weights(
         "weights": as_arrays(module),
         "metrics": metrics_of(trainer),
     }
-
-
-def average_stochastically(
-    rank: int, plan: dict[str, Any] | None, world_size: int, batch_size: int
-) -> dict[str, Any]:
-    L.seed_everything(SEED, verbose=False)
-    averaging = StochasticWeightAveraging(swa_lrs=1e-3, swa_epoch_start=1, annealing_epochs=1)
-    module = ToyModule(ToyOptions())
-    trainer = L.Trainer(
-        **quiet(callbacks=[averaging], max_epochs=4), **strategy_of(plan, world_size)
-    )
-    trainer.fit(module, stateful_loader(batch_size))
-    return {"losses": module.losses, "weights": as_arrays(module)}

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError, PlanError
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 
@@ -139,4 +139,4 @@ def test_the_summary_is_whole_and_an_idle_rank_is_warned_of(pool: ProcessPool) -
     (total, caught), _ = pool.run(summarize, 2, plan)
     module = ToyModule(ToyOptions())
     assert total == sum(item.numel() for item in torch.nn.ModuleList([module]).parameters())
-    assert any("ranks [0] no layers: 1 of 2 devices stand idle, 50%" in text for text in caught)
+    assert any("ranks [0] no layers: 1 of 2 devices are idle, 50%" in text for text in caught)

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.precision import HeteroPrecision
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.strategy.test_precision import Mixer
 from tests.toy import quiet
 

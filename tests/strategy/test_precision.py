@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.precision import HeteroPrecision
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import CONFIGS, HuggingFaceCase, HuggingFaceOutcome
 from tests.runtime.huggingface_runs import train as train_hugging_face
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import quiet
 
 TOLERANCE = 1e-2

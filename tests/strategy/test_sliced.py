@@ -12,8 +12,8 @@ import torch
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist

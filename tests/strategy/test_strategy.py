@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from tests.plans import ALONE, UNEQUAL, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.strategy.features import (
-    average_stochastically,
     average_weights,
     fit_single,
     fit_with_defaults,
-    log_everything,
     read_with_plain_lightning,
     stop_early,
     train_and_save,
@@ -32,7 +30,6 @@ pytestmark = pytest.mark.dist
 
 TOLERANCE = 1e-5
 
-ASYMMETRIC = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 1), stage(2, 1, 3)))
 THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
 TWO_STAGES = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
 
@@ -73,26 +70,15 @@ def test_every_entry_point_gives_what_a_single_device_gives(pool: ProcessPool) -
     assert np.array_equal(np.concatenate(parts), np.concatenate(expected["predictions"]))
 
 
-def test_logged_values_are_those_of_a_single_device_on_every_rank(pool: ProcessPool) -> None:
-    expected = pool.run(log_everything, 1, None, 1, 4)[0]
-    assert {"rare", "accuracy", "at_epoch_end", "val_synced"} <= expected["metrics"].keys()
-    for result in pool.run(log_everything, 3, ASYMMETRIC, 3, 2):
-        for key in ("metrics", "bar", "seen"):
-            assert_close(result[key], expected[key], key)
-
-
 def test_callbacks_that_watch_a_metric_decide_alike_on_all_ranks(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    results = pool.run(stop_early, 3, ASYMMETRIC, 3, str(tmp_path))
+    results = pool.run(stop_early, 3, UNEQUAL, 3, str(tmp_path))
     assert all(result == results[0] for result in results)
     assert results[0]["best"] == "epoch=2.ckpt"
     assert results[0]["score"] == 0.0
     assert results[0]["stopped"] == 4
     assert (tmp_path / "epoch=2.ckpt").is_file()
-
-
-ALONE = plan_of(pipeline(stage(0, 0, 3)))
 
 
 def assert_continued(result: dict[str, Any], whole: dict[str, Any], save_at: int) -> None:
@@ -126,7 +112,7 @@ def saved(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def train_once(optimizer: str, *, alone: bool = False) -> Saved:
         folder = tmp_path_factory.mktemp("saved")
         paths = {step: folder / f"{step}.ckpt" for step in SAVES}
-        arguments = (1, None, 1, 6) if alone else (3, ASYMMETRIC, 3, 3)
+        arguments = (1, None, 1, 6) if alone else (3, UNEQUAL, 3, 3)
         options = toy_of(optimizer)
         whole = run(pool, *arguments, saves=paths, options=options)[0]
         assert len(whole["losses"]) == 8
@@ -165,7 +151,7 @@ def test_a_checkpoint_of_a_single_device_resumes_under_a_plan(
     pool: ProcessPool, saved: Any
 ) -> None:
     first = saved("adamw", alone=True)
-    for result in run(pool, 3, ASYMMETRIC, 3, 3, resume=first.paths[4]):
+    for result in run(pool, 3, UNEQUAL, 3, 3, resume=first.paths[4]):
         assert_continued(result, first.whole, 4)
 
 
@@ -207,7 +193,7 @@ def test_steps_that_take_no_number_of_their_batch_draw_other_numbers_in_each() -
     drawn = []
     for module in (DrawsUncounted(), DrawsUncounted()):
         L.seed_everything(3, verbose=False)
-        strategy = HeteroStrategy(ParallelPlan.from_dict(plan_of(pipeline(stage(0, 0, 3)))))
+        strategy = HeteroStrategy(ParallelPlan.from_dict(ALONE))
         options = quiet(max_epochs=2, num_sanity_val_steps=0)
         trainer = L.Trainer(**options, strategy=strategy, devices=1)
         trainer.fit(module, loader(12, 4), loader(8, 4))
@@ -240,18 +226,11 @@ def test_a_checkpoint_is_what_plain_lightning_writes(pool: ProcessPool, saved: A
 def test_averaged_weights_are_validated_and_kept(pool: ProcessPool, tmp_path: Path) -> None:
     paths = [str(tmp_path / name) for name in ("plan.ckpt", "single.ckpt")]
     expected = pool.run(average_weights, 1, None, 1, 6, paths[1])[0]
-    for result in pool.run(average_weights, 3, ASYMMETRIC, 3, 3, paths[0]):
+    for result in pool.run(average_weights, 3, UNEQUAL, 3, 3, paths[0]):
         for key in expected:
             assert_close(result[key], expected[key], key)
     found, saved = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
     assert_close(found["weights"], saved["weights"])
     for result in pool.run(average_weights, 2, TWO_STAGES, 2, 6, paths[0], paths[0]):
         assert_close(result["losses"], expected["losses"][3:], "losses")
-        assert_close(result["weights"], expected["weights"], "weights")
-
-
-def test_stochastic_averages_are_those_of_a_single_device(pool: ProcessPool) -> None:
-    expected = pool.run(average_stochastically, 1, None, 1, 6)[0]
-    for result in pool.run(average_stochastically, 3, ASYMMETRIC, 3, 3):
-        assert_close(result["losses"], expected["losses"], "losses")
         assert_close(result["weights"], expected["weights"], "weights")

@@ -1,14 +1,14 @@
-"""Keep each step's state in memory, so that other ranks may be lost without losing the step.
+"""Keep each step's state in memory, so that no step is lost if other ranks are.
 
 A checkpoint has three kinds of entries. Slices change only in the optimizer's step, so they aren't
 copied: it is enough to know, when a rank is lost, that they are still those of the last step.
-Entries that an iteration changes are copied at the end of each step, where the step would be saved.
-Entries that never change are read when a rank is lost. The state of the last step can't be used if
-a rank is lost during an optimizer's step, or at the end of an epoch or of training: then the newest
-checkpoint is used. A validation in mid-epoch that follows the step is run again.
+Entries that each iteration changes are copied at the end of each step. Entries that never change
+are read when a rank is lost. If a rank is lost during an optimizer's step, or at the end of an
+epoch or of training, the state of the last step can't be used, and the newest saved checkpoint is.
+A validation in mid-epoch that follows the step is run again.
 
-As after any restart, metrics and logged means, which no checkpoint has, begin anew. If a module or
-a callback has a hook `on_save_checkpoint`, it is called after each step.
+As after any restart, metrics and logged means begin anew, since no checkpoint has them. If the
+module or a callback has a hook `on_save_checkpoint`, it is called after each step.
 """
 
 import copy
@@ -36,15 +36,9 @@ from lightning_hetero.checkpoint import (
     CheckpointId,
     Peers,
     Recovered,
-    SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.live import (
-    LiveState,
-    NothingLive,
-    NothingYet,
-    recover_live,
-)
+from lightning_hetero.checkpoint.live import LiveState, recover_live
 from lightning_hetero.exchange.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.strategy.run import run_of
@@ -54,15 +48,15 @@ __all__ = ["LiveSteps"]
 _T = TypeVar("_T")
 _version_of = attrgetter("_version")
 
-_IN_STEP = NothingLive("it was lost in the middle of an optimizer's step")
-_AT_END = NothingLive("the end of an epoch, or of training, follows its last step")
-_IN_EVALUATION = NothingLive("it was in a validation that its last step doesn't call for")
-_NO_STEP = NothingLive("it had trained no step in this process")
-_NO_COPIES = NothingLive("the run has no redundancy")
-_PLATEAU = NothingLive("a scheduler waits for a plateau, and steps after the step's end")
-_CUT_SHORT = NothingLive("its device hadn't come to the end of the step when it was cut off")
-_BUFFERS = NothingLive("training changes buffers of the module, which have no second copy")
-_CHANGED = NothingLive("weights or buffers have changed since the end of its last step")
+_IN_STEP = "it was lost in the middle of an optimizer's step"
+_AT_END = "the end of an epoch, or of training, follows its last step"
+_IN_EVALUATION = "it was in a validation that its last step doesn't call for"
+_NO_STEP = "it had trained no step in this process"
+_NO_COPIES = "the run has no redundancy"
+_PLATEAU = "a scheduler waits for a plateau, and steps after the step's end"
+_CUT_SHORT = "its device hadn't come to the end of the step when it was cut off"
+_BUFFERS = "training changes buffers of the module, which have no second copy"
+_CHANGED = "weights or buffers have changed since the end of its last step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,11 +65,11 @@ class _Noted:
 
     step: int
     num_changes: int
-    """How often an optimizer had begun to change the slices."""
+    """The number of times an optimizer had begun to change the slices."""
     versions: int
-    """`LiveSteps._versions` of the tensors that must not have changed since."""
+    """`LiveSteps._versions` of the tensors that must be unchanged."""
     metadata: dict[str, Any]
-    """The checkpoint's entries that an iteration changes; all entries, if hooks change them."""
+    """The checkpoint's entries that each iteration changes; all entries, if hooks change them."""
     groups: list[list[dict[str, Any]]]
     """Options of each optimizer's parameter groups."""
     random_state: RandomState
@@ -87,21 +81,21 @@ class LiveSteps:
     """One rank's record of the last step; every rank makes the same calls, `keep` after a loss."""
 
     def __init__(self) -> None:
-        self.state: LiveState | NothingLive | NothingYet = NothingYet()
-        """The state to continue from: set by `keep`, until the next generation ends a step."""
-        self._noted: _Noted | NothingLive = _NO_STEP
+        self.state: LiveState | str | None = None
+        """The state to continue from, or why there is none; None before the first step."""
+        self._noted: _Noted | str = _NO_STEP
         self._watched: list[tuple[dict[str, Any], str]] = []
         """Dict and key of each tensor that must not change between steps."""
         self._ended: _Noted | None = None
-        """The last step of an epoch whose end is under way."""
+        """The last step of an epoch whose end is being processed."""
 
     def begin_evaluation(self, trainer: pl.Trainer) -> None:
-        """Forget the state before a validation, unless one in mid-epoch follows the last step.
+        """Forget the state before a validation, unless it is one in mid-epoch after the last step.
 
-        Forget it as well if averages take the place of the weights in the validation.
+        Forget it, too, if averages replace the weights during the validation.
         """
         noted, has_averages = self._noted, any(average_models(trainer))
-        if not isinstance(noted, NothingLive) and (has_averages or not noted.is_validation_due):
+        if not isinstance(noted, str) and (has_averages or not noted.is_validation_due):
             self._noted = _IN_EVALUATION
 
     def begin_epoch(self, trainer: pl.Trainer) -> None:
@@ -112,7 +106,7 @@ class LiveSteps:
         ended, self._ended = self._ended, None
         if ended is not None:
             new = self._note(trainer)
-            # The loops' state is that of the step: Lightning itself then begins the epoch.
+            # The loops' state is that of the step, from which Lightning begins the epoch by itself.
             of_step = {key: ended.metadata[key] for key in ("loops", "epoch")}
             self._noted = replace(new, metadata={**new.metadata, **of_step})
 
@@ -121,7 +115,7 @@ class LiveSteps:
         strategy = run_of(trainer).strategy
         if strategy is None or not strategy.processes.outlives_ranks:
             return
-        # By now all ranks have ended a step since the last recovery.
+        # At this point all ranks have ended a step since the last recovery.
         self.state, self._ended = _NO_STEP, None
         engine = strategy.engine
         engine.comms.step_end.note(engine.device)
@@ -161,7 +155,7 @@ class LiveSteps:
 
     def can_go_on(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
         """Whether this rank holds the last step, and ranks not `leaving` hold every row of it."""
-        if isinstance(self._noted, NothingLive):
+        if isinstance(self._noted, str):
             return False
         strategy = run_of(trainer).strategy
         assert strategy is not None
@@ -179,7 +173,7 @@ class LiveSteps:
             Whether the state is kept.
         """
         noted, self._noted, self._ended = self._noted, _NO_STEP, None
-        if isinstance(noted, NothingLive):
+        if isinstance(noted, str):
             # A generation that has trained no step still has the state with which it began.
             if noted is not _NO_STEP:
                 self.state = noted
@@ -188,13 +182,13 @@ class LiveSteps:
                 self.state = self._kept(trainer, noted, start, generation)
             except Exception as error:
                 # An error in a user's object mustn't end the rank: it can go on from a checkpoint.
-                self.state = NothingLive(f"{type(error).__name__}: {error}")
+                self.state = f"{type(error).__name__}: {error}"
         self._watched = []
         return isinstance(self.state, LiveState)
 
     def _kept(
         self, trainer: pl.Trainer, noted: _Noted, start: CheckpointId, generation: int
-    ) -> LiveState | NothingLive:
+    ) -> LiveState | str:
         strategy = run_of(trainer).strategy
         assert strategy is not None
         if strategy.num_changes != noted.num_changes:
@@ -212,10 +206,10 @@ class LiveSteps:
         noted.random_state.put_back()
         id_ = replace(start, step=noted.step)
         content = content_of(trainer, owned, id_, metadata, with_standbys=True)
-        on_host = replace(content, slices=tuple(map(_on_host, content.slices)))
+        on_host = replace(content, slices=tuple(item.map(Tensor.cpu) for item in content.slices))
         return LiveState(content=on_host, generation=generation)
 
-    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Recovered | NothingLive:
+    def recover(self, needs: Sequence[SliceNeed], peers: Peers) -> Recovered | str:
         """Recover the state that ranks still hold; every rank calls it. Communicates.
 
         Args:
@@ -223,15 +217,15 @@ class LiveSteps:
             peers: The ranks.
         """
         live = recover_live(needs, self.state, peers)
-        if isinstance(live, NothingLive):
-            rank_zero_info("Going back to the newest checkpoint, because %s.", live.why)
+        if isinstance(live, str):
+            rank_zero_info("Going back to the newest checkpoint, because %s.", live)
             self.state = live  # From now on nobody may use a state newer than that checkpoint.
         return live
 
     def _versions(self) -> int:
         """Return a number that changes whenever a watched tensor is changed or replaced."""
         tensors = [registered[name] for registered, name in self._watched]
-        # A new tensor has another id; one made in inference mode has no version.
+        # A new tensor has another id; a tensor made in inference mode has no version.
         try:
             versions: int = sum(map(_version_of, tensors))
         except RuntimeError:
@@ -257,17 +251,6 @@ def _groups_of(trainer: pl.Trainer) -> list[list[dict[str, Any]]]:
 
 
 def _copied(value: _T) -> _T:
-    """Return a copy that later changes in place don't reach, without graphs of gradients."""
+    """Return a copy that later in-place changes don't reach, without autograd's graph."""
     detached: _T = apply_to_collection(value, Tensor, Tensor.detach)
     return copy.deepcopy(detached)
-
-
-def _on_host(item: SliceContent) -> SliceContent:
-    if all(t.is_cpu for t in (item.weight, *item.state.values(), *item.whole_state.values())):
-        return item
-    return replace(
-        item,
-        weight=item.weight.cpu(),
-        state={key: tensor.cpu() for key, tensor in item.state.items()},
-        whole_state={key: tensor.cpu() for key, tensor in item.whole_state.items()},
-    )

@@ -1,14 +1,13 @@
 """Read and write the state that one rank owns: slices, their optimizer state and averages.
 
-Under `HeteroStrategy` these are the rank's master slices; on a single device every parameter is one
-slice. A rank also recovers the rows that it keeps as a standby, but doesn't save them. Checkpoints
-have nothing else of the strategy, so they can be read under any other plan, or on one device
-(AutoHet §IV-C).
+Under `HeteroStrategy` this is the state of the rank's master slices; on a single device every
+parameter is one slice. A rank also recovers the rows that it keeps as a standby, but doesn't save
+them. Checkpoints contain nothing else that depends on the plan, so they can be read under any other
+plan, or on one device (AutoHet §IV-C).
 """
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -46,7 +45,7 @@ class OwnedSlice:
     owned: tuple[Interval, ...]
     """The rows that it owns, and therefore saves."""
     parameter: nn.Parameter
-    """The optimizer's parameter of the kept rows; empty if there are none."""
+    """The optimizer's parameter for the kept rows; empty if there are none."""
 
     def rows(self, tensor: Tensor, start: int, stop: int) -> Tensor:
         """Return rows of the parameter out of a tensor like `parameter`."""
@@ -74,7 +73,7 @@ class OwnedState:
         self._keeps_whole = False
         if hetero is not None:
             engine = hetero.engine
-            engine.settle()  # Raises if the last iteration's sums are bad, which mustn't be saved.
+            engine.settle()  # Raises if the last iteration's sums are bad: they mustn't be saved.
             layout, store = engine.layout, engine.store
             self.plan = engine.plan
             self._engine = engine
@@ -114,7 +113,7 @@ class OwnedState:
 
     def contents(self) -> tuple[SliceContent, ...]:
         """Return the slices to save; their tensors are the originals, not copies."""
-        with torch._C.DisableTorchFunctionSubclass():  # Plain tensors, not as hooks get them.
+        with torch._C.DisableTorchFunctionSubclass():  # Plain tensors, not those that hooks get.
             return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
 
     def kept_contents(self) -> tuple[SliceContent, ...]:
@@ -124,18 +123,16 @@ class OwnedState:
 
     def needs(self) -> list[SliceNeed]:
         """Return the slices to recover: those kept here, and shares of weights without owners."""
-        kept = [(item.spec, rows) for item in self.slices for rows in item.kept]
+        kept = [(item.spec, item.kept) for item in self.slices]
         if self._engine is not None:
             store = self._engine.store
             specs = [store.specs[name] for name in store.frozen.sources]
             slices = store.frozen.find_owners(specs)
-            rank = store.global_rank
-            kept += [(s, rows) for s in specs for rows in kept_rows(slices[s.name], rank)]
+            kept += [(spec, kept_rows(slices[spec.name], store.global_rank)) for spec in specs]
         return [
-            SliceNeed(
-                spec.name, spec.shape, spec.cut_dim, *rows, is_optional=not spec.requires_grad
-            )
+            SliceNeed(spec.name, spec.shape, spec.cut_dim, rows, not spec.requires_grad)
             for spec, rows in kept
+            if rows
         ]
 
     def trains(self) -> dict[str, bool]:
@@ -191,24 +188,16 @@ class OwnedState:
             for optimizer in self.optimizers
         ]
 
-    def join(self, restored: Sequence[RestoredSlice]) -> dict[str, RestoredSlice]:
-        """Return recovered slices by parameter, the rows of each concatenated."""
-        dims = {item.spec.name: item.spec.cut_dim for item in self._all}
-        pieces: dict[str, list[RestoredSlice]] = defaultdict(list)
-        for piece in restored:
-            pieces[piece.parameter].append(piece)
-        return {name: _joined(found, dims[name]) for name, found in pieces.items()}
-
     def load_weights(self, by_name: Mapping[str, RestoredSlice]) -> None:
-        """Take over recovered weights."""
+        """Put recovered weights into the module."""
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for item in self.slices:
-                # A missing one is frozen, and no rank owned it when the checkpoint was saved.
+                # A missing parameter is frozen, and had no owner when the checkpoint was saved.
                 if item.spec.name in by_name:
                     item.parameter.copy_(by_name[item.spec.name].weight)
 
     def load_averages(self, by_name: Mapping[str, RestoredSlice]) -> None:
-        """Take over recovered averages of weights."""
+        """Put recovered averages of weights in place."""
         with torch.no_grad():
             for item in self.slices:
                 state = by_name[item.spec.name].state if item.spec.name in by_name else {}
@@ -219,7 +208,7 @@ class OwnedState:
     def optimizer_states(
         self, by_name: Mapping[str, RestoredSlice], saved: Sequence[Mapping[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Return each optimizer's `state_dict` out of recovered groups and slices.
+        """Return each optimizer's `state_dict`, made of recovered groups and slices.
 
         Raises:
             CheckpointError: The optimizers' groups differ from those that were saved.
@@ -266,15 +255,15 @@ class OwnedState:
     def _is_whole(self, optimizer: Optimizer | None) -> bool:
         """Whether an optimizer's state must never be cut, even if it has the parameter's shape.
 
-        Its shape doesn't tell: the preconditioner of a square matrix has the shape of a momentum.
-        Torch's own optimizers keep only state that can be cut.
+        The shape doesn't tell: the preconditioner of a square matrix has the same shape as a
+        momentum. Torch's own optimizers have only state that can be cut.
         """
         bases = type(optimizer).__mro__ if optimizer is not None else ()
         known = any(b is not Optimizer and b.__module__.startswith("torch.optim.") for b in bases)
         return self._keeps_whole and not known
 
     def _averages_of(self, item: OwnedSlice) -> dict[str, Tensor]:
-        """Return this slice of the copies that weight averaging keeps."""
+        """Return this slice of the module's copies that weight averaging maintains."""
         return {
             f"{OF_CALLBACKS}average{index}": average.get_parameter(item.spec.name).detach()
             for index, average in enumerate(self._averages)
@@ -313,20 +302,3 @@ def average_models(trainer: pl.Trainer) -> Iterator["AveragedModel"]:
             )
         if isinstance(callback, WeightAveraging) and callback._average_model is not None:
             yield callback._average_model
-
-
-def _joined(pieces: Sequence[RestoredSlice], dim: int) -> RestoredSlice:
-    """Return the rows of several intervals concatenated, with their state."""
-    if len(pieces) == 1:
-        return pieces[0]
-    first = pieces[0]
-
-    def join(key: str) -> Tensor:
-        is_cut = all(piece.state[key].shape == piece.weight.shape for piece in pieces)
-        return torch.cat([p.state[key] for p in pieces], dim) if is_cut else first.state[key]
-
-    return replace(
-        first,
-        weight=torch.cat([piece.weight for piece in pieces], dim),
-        state={key: join(key) for key in first.state},
-    )

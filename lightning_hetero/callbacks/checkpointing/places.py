@@ -1,8 +1,7 @@
 """The places where a node keeps its checkpoints; what was found there, and what was lost.
 
-Shared memory holds the newest
-checkpoint for a run's own restart and is freed at its end; what runs that failed for good have left
-there is freed by this user's next run after a week.
+Shared memory has the newest checkpoint for the run's own restart, and is freed at the run's end.
+What runs that have failed for good have left there is freed after a week, by this user's next run.
 """
 
 import contextlib
@@ -49,7 +48,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux keeps shared memory."""
+"""Where Linux has its shared memory."""
 _KEPT_IN_MEMORY_S = 7 * 24 * 3600.0
 
 
@@ -81,9 +80,9 @@ class Places:
     keep: int
     """Complete checkpoints to keep on disk and in the remote store."""
     storage_options: Mapping[str, Any]
-    """For fsspec's filesystem."""
+    """Options for fsspec's filesystem."""
     stall_s: float = 300.0
-    """Seconds after which an operation that hangs is given up."""
+    """Seconds after which a hanging operation is given up."""
 
     def __post_init__(self) -> None:
         if self.path_or_url is None and self.local_dir is None:
@@ -100,7 +99,7 @@ class Places:
 
     @property
     def memory_dir(self) -> Path | None:
-        """Folder in shared memory, of its own for each user and set of places; None without one."""
+        """Folder in shared memory, separate for each user and set of places; None without one."""
         if not self.shared_memory or not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
             return None
         endpoint = self.storage_options.get("endpoint_url")
@@ -132,12 +131,12 @@ class Places:
         return tiers
 
     def note(self, finished: FinishedStep) -> None:
-        """Remember a finished step in shared memory; costs about 0.1 ms."""
+        """Record a finished step in shared memory; takes about 0.1 ms."""
         memory = self.memory_dir
         if memory is not None:
             text = json.dumps(finished)
-            # Only a log message depends on it: full memory mustn't stop training. Replaced whole:
-            # if this process is killed now, the step before stays known.
+            # Only a log message depends on it, so full memory mustn't stop training. Written as a
+            # new file: if this process is killed meanwhile, the previous step stays readable.
             with contextlib.suppress(OSError):
                 write_whole(memory / "progress.json", lambda new: new.write_text(text))
 
@@ -166,9 +165,9 @@ class Places:
 
 
 def free_memory(older_than_s: float = _KEPT_IN_MEMORY_S, spared: Path | None = None) -> list[Path]:
-    """Free the shared memory of this user's runs that have written nothing for so long.
+    """Free the shared memory of this user's runs that have written nothing for that long.
 
-    Runs that still train note every step there, so they aren't affected.
+    Runs that are training record every step there, so they aren't affected.
 
     Args:
         older_than_s: Seconds since the last write.
@@ -193,10 +192,10 @@ def _own_folder() -> Path:
 
 
 def _make_own_folder() -> None:
-    """Make this user's folder in shared memory, which nobody else can read or replace.
+    """Make this user's folder in shared memory, which no other user can read or replace.
 
     Raises:
-        ConfigurationError: Somebody else has made it.
+        ConfigurationError: Another user has made it.
     """
     folder = _own_folder()
     with contextlib.suppress(FileExistsError):
@@ -213,13 +212,13 @@ def _make_own_folder() -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The state that a fit goes on from."""
+    """The state from which a fit continues."""
 
     recovered: Recovered
     is_live: bool
     """Whether it comes from the ranks' memory, not from a checkpoint."""
     why_not_live: str | None
-    """Why ranks didn't go on from memory after one was lost; None if none was lost."""
+    """Why ranks couldn't continue from memory after one was lost; None if none was lost."""
 
 
 def report_recovery(
@@ -242,13 +241,14 @@ def report_recovery(
     sources: Counter[Source] = Counter()
     for row in rows:
         sources.update({Source(source): count for source, count in row["bytes"]})
-    # What any remaining node has noted.
+    # What the remaining nodes have recorded.
     known = [FinishedStep(*row["finished"]) for row in rows if row["finished"] is not None]
     ours = [item for item in known if item.run == recovered.id.run]
     finished = max(ours, key=lambda item: item.at_s, default=None)
     lost, lost_steps = "", None
     if finished is not None:
-        # Not below 0: the rank that notes steps may have been lost before it noted its last one.
+        # At least 0: the rank that records steps may have been lost before it recorded its last
+        # one.
         lost_steps = max(0, finished.step - recovered.id.step)
         seconds = {"restart": begins[0] - finished.at_s, **seconds}
         lost = f" {lost_steps} steps lost;"

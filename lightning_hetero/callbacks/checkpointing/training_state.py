@@ -1,7 +1,7 @@
 """Save and restore a run's state besides its slices: loops, schedulers, callbacks, data, buffers.
 
-It has what Lightning puts into a checkpoint, with two differences: parameters stay in slices, and
-all of it can be read with `weights_only=True`, so no objects are pickled.
+It is what Lightning puts into a checkpoint, with two differences: parameters stay in slices, and
+everything can be read with `weights_only=True`, so no objects are pickled.
 """
 
 import warnings
@@ -68,7 +68,7 @@ def content_of(
 
 
 def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
-    """Return the entries of a checkpoint that all ranks have alike, under Lightning's names.
+    """Return the checkpoint's entries that are equal on all ranks, under Lightning's names.
 
     Called by every rank; communicates if buffers have changed.
     """
@@ -101,7 +101,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
 
 
 def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the state that changes with each step: of callbacks, schedulers, data, precision."""
+    """Return the state of callbacks, schedulers, data and precision, which each step changes."""
     datamodule: Any = trainer.datamodule  # type: ignore[attr-defined]
     plugin = trainer.precision_plugin
     states = {
@@ -117,7 +117,7 @@ def dump_changing(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def hooks_that_save(trainer: pl.Trainer) -> list[Callable[[dict[str, Any]], None]]:
-    """Return the hooks of callbacks and module that add to a checkpoint or change it."""
+    """Return the hooks of callbacks and module that add to a checkpoint or change one."""
     module = trainer.lightning_module
     hooks: list[Callable[[dict[str, Any]], None]] = [
         partial(callback.on_save_checkpoint, trainer, module)
@@ -134,7 +134,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     """Restore the loops now, and let Lightning restore the rest after `on_fit_start`.
 
     Raises:
-        CheckpointError: A frozen weight isn't the one that was trained with.
+        CheckpointError: A frozen weight differs from the one that the run was trained with.
     """
     checkpoint = dict(recovered.metadata)
     own = checkpoint.pop(_OWN)
@@ -143,7 +143,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
         owned = OwnedState(trainer)
     owned.freeze(own.get("trains", {}))
     if own["averages"]:
-        # Averages are slices, too, and recovered with them, not from their callback's entries.
+        # Averages are recovered with the slices, not from their callback's entries.
         warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
     strategy, connector = run_of(trainer).strategy, trainer._checkpoint_connector
     restored = _Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
@@ -156,14 +156,15 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     else:
         strategy.engine.reseed(own["seed"])
         strategy.restore_from(restored)
-    # Lightning does it again later, but before that we must know what is left to train.
+    # Lightning does it again later, but it must be known earlier what is left to train.
     connector.restore_loops()
-    # A loader that was made early (for `estimated_stepping_batches`) is made again, from its state.
+    # A loader that was made early (for `estimated_stepping_batches`) must be made again, from its
+    # state.
     trainer.fit_loop._combined_loader = None
 
 
 def _refit_optimizers(trainer: pl.Trainer, states: Mapping[str, Any]) -> None:
-    """Let callbacks add their groups to the optimizers, whose state has these, too."""
+    """Let callbacks add their groups to the optimizers, because the recovered state has them."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     for callback in callbacks:
         if isinstance(callback, BaseFinetuning) and callback.state_key in states:
@@ -193,11 +194,11 @@ class _Restored:
         self.checkpoint = checkpoint
         self._trainer = trainer
         self._owned = owned
-        self._by_name = owned.join(recovered.slices)
+        self._by_name = {item.parameter: item for item in recovered.slices}
         self._averages = own["averages"]
 
     def whole(self) -> dict[str, Any]:
-        """Return it as Lightning's own checkpoint, where all slices are whole parameters."""
+        """Return it as an ordinary checkpoint of Lightning's, with whole parameters."""
         weights = {name: item.weight for name, item in self._by_name.items()}
         # Frozen weights may not have been saved.
         before = self._trainer.lightning_module.state_dict()
@@ -213,7 +214,7 @@ class _Restored:
         self._owned.load_weights(self._by_name)
 
     def load_optimizers(self) -> None:
-        """Put the optimizers' state, and averages of weights, in place."""
+        """Put the optimizers' states, and averages of weights, in place."""
         for optimizer, state in zip(self._owned.optimizers, self._states(), strict=True):
             optimizer.load_state_dict(state)
         self.load_averages()
@@ -235,7 +236,7 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
     if recovered.rank_metadata is not None:  # Only if as many ranks saved the checkpoint.
         RandomState.from_dict(recovered.rank_metadata).put_back()
     if has_finished_epoch(trainer):
-        # Without the interruption the next epoch's iterator would have drawn its number by now.
+        # Without the interruption, the next epoch's iterator would have drawn its number by now.
         torch.empty((), dtype=torch.int64).random_()
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):
@@ -243,10 +244,10 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
 
 
 def _changed_freezing(trainer: pl.Trainer, owned: OwnedState) -> dict[str, bool]:
-    """Return whether parameters train, for those frozen or unfrozen since the first fit began.
+    """Return, for parameters frozen or unfrozen since the first fit began, whether they train.
 
-    Callbacks do this once, for instance as an epoch begins, which after a restart doesn't begin
-    again.
+    Callbacks freeze and unfreeze once, for instance when an epoch begins; after a restart that
+    epoch doesn't begin again.
     """
     first = run_of(trainer).trained_at_first or {}
     return {n: trains for n, trains in owned.trains().items() if trains is not first.get(n, trains)}
@@ -265,7 +266,8 @@ def dump_loops(trainer: pl.Trainer) -> dict[str, Any]:
         loops["fit_loop"]["state_dict"].pop("combined_loader", None)
     if batches.current.completed < batches.current.processed:
         # In mid-epoch. If training was resumed at the end of the previous epoch, Lightning hasn't
-        # counted that this one has begun; a run resumed from that would stay an epoch behind.
+        # counted the beginning of this one; a run resumed from such a state would stay an epoch
+        # behind.
         for epochs in loops["fit_loop"]["epoch_progress"].values():
             epochs["ready"] = epochs["started"] = epochs["processed"] + 1
             epochs["completed"] = epochs["processed"]
@@ -273,7 +275,7 @@ def dump_loops(trainer: pl.Trainer) -> dict[str, Any]:
 
 
 def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
-    """Return the callbacks whose hooks need no whole weights in the checkpoint."""
+    """Return the callbacks whose checkpoint hooks don't need whole weights."""
     callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
     return [item for item in callbacks if not isinstance(item, WeightAveraging)]
 
@@ -281,8 +283,9 @@ def _callbacks(trainer: pl.Trainer) -> list[pl.Callback]:
 def _begin_next_epoch(trainer: pl.Trainer) -> None:
     """Make Lightning count the epoch that begins after a resume at the end of another epoch.
 
-    By itself Lightning takes the new epoch for the rest of the old one. Then checkpoints that are
-    saved in it would look complete, and a second restart would begin the epoch again.
+    By itself, Lightning takes the new epoch for the rest of the old one. Checkpoints saved in it
+    would then look like those of a finished epoch, and a second restart would begin the epoch
+    again.
     """
     if trainer.num_training_batches != float("inf"):
         trainer.fit_loop.reset_restart_stage()
@@ -290,7 +293,7 @@ def _begin_next_epoch(trainer: pl.Trainer) -> None:
 
 def is_complete(trainer: pl.Trainer) -> bool:
     """Whether a resumed run has nothing left to train."""
-    # A checkpoint of the last batch was saved before the epoch counts as done.
+    # A checkpoint of an epoch's last batch is saved before the epoch counts as finished.
     is_last_epoch = trainer.current_epoch + 1 == trainer.max_epochs
     return trainer.fit_loop.done or (is_last_epoch and has_finished_epoch(trainer))
 
@@ -323,9 +326,9 @@ def is_validation_due(trainer: pl.Trainer) -> bool:
 
 
 def _make_up_validation(trainer: pl.Trainer) -> None:
-    """Make Lightning validate before it trains, since that was due when the state was saved.
+    """Make Lightning validate before it trains: a validation was due when the state was saved.
 
-    By itself it assumes that the validation after the saved step has been done.
+    By itself, it assumes that the validation after the saved step has been done.
     """
     epoch_loop = trainer.fit_loop.epoch_loop
     # As if the first batch of that validation had begun.

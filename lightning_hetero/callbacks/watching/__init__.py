@@ -1,1 +1,1 @@
-"""Parts of `StragglerMonitor`: what a step took, what can be done, and who decides."""
+"""Parts of `StragglerMonitor`: how long a step took, which mitigations exist, who decides."""

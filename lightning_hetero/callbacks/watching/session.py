@@ -1,7 +1,7 @@
-"""One rank's part in watching one fit for stragglers: report, look and act with the others.
+"""One rank's part in watching one fit for stragglers: report, search and act with the others.
 
-Methods that communicate are called by every rank at the same step. Rank 0 leads: only it has a
-`RunWatch`, and the others follow its orders.
+Every rank calls the methods that communicate at the same step. Rank 0 leads: only it has a
+`RunWatch`, and the others carry out its orders.
 """
 
 import socket
@@ -33,15 +33,16 @@ __all__ = ["StragglerSession"]
 
 
 class StragglerSession:
-    """Watches one fit on one rank; all ranks make it together, which probes devices and links.
+    """Watches one fit on one rank; all ranks create it together, which probes devices and links.
 
     Args:
         run: The run.
         ranks: Its ranks.
-        config: How eagerly to watch.
-        report: Gets events; called on rank 0.
-        say: Gets lines for people; called on rank 0.
-        admission: Ratio to its like above which a device or link is named; None admits all.
+        config: Options of the watch.
+        report: Receives events; called on rank 0.
+        say: Receives lines for people; called on rank 0.
+        admission: Factor above the median of its type from which a device or link is reported; None
+            reports none.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class StragglerSession:
         self._watch = RunWatch(config, report=report, say=say) if ranks.leads else None
         self._is_known = False
         self._arriving: Decision | None = None
-        """What was done and isn't in force yet."""
+        """A decision that was carried out and isn't in effect yet."""
         self._matmul_size, most_bytes = (256, 2**20) if run.device.type == "cpu" else (2048, 2**24)
         # As large as the run's own messages, so that a slow link doesn't keep the run waiting.
         self._link_bytes = min(most_bytes, max(ranks.gather(run.message_bytes)))
@@ -79,12 +80,12 @@ class StragglerSession:
         return Mitigation.IGNORE if self._watch is None else self._watch.mitigation
 
     def _admit(self, least_ratio: float, *, acts: bool) -> tuple[Finding, ...]:
-        """Name devices and links that are slower than their like; collective.
+        """Report devices and links that are slower than others of their type; collective.
 
         Args:
-            least_ratio: Least ratio to their like.
-            acts: Whether they are left out if the run can. The paces of those that stay count as
-                theirs when plans are changed.
+            least_ratio: Least ratio to the median of their type.
+            acts: Whether the run restarts without them if it can. The paces of the others count as
+                those of their types when plans are changed.
         """
         clock, device = self._run.clock, self._run.device
         within = None if clock is None else clock.probing()
@@ -97,7 +98,7 @@ class StragglerSession:
             possible = self._run.find_mitigations(findings, None, healthy_s=1.0)
         choice = self._ranks.share(next(iter(possible), None))
         if choice is not None:
-            why = "slower than its like before training"
+            why = "slower than others of its type before training"
             self._run.act(Decision(kind=DecisionKind.APPLY, choice=choice, reason=why))
         return findings
 
@@ -135,7 +136,7 @@ class StragglerSession:
             self._obey()
 
     def _look(self, since_step: int, *, at_plan: bool) -> None:
-        """Find out what is slow, or what the plan costs, and tell the leader's `RunWatch`."""
+        """Find out what is slow, or what the plan costs, and pass it to the leader's `RunWatch`."""
         start_s = time.perf_counter()
         self._history.settle(since_step)
         reports = self._ranks.gather(self._history.report(since_step))
@@ -179,7 +180,7 @@ class StragglerSession:
         )
 
     def _obey(self) -> None:
-        """Get from the leader whether a fault is known and what to do, and do it; collective."""
+        """Learn from the leader whether a fault is known and what to do, and do it; collective."""
         verdict: tuple[bool, Decision | None] = (False, None)
         if self._watch is not None:
             verdict = bool(self._watch.known), self._watch.next_decision()
@@ -201,7 +202,7 @@ class StragglerSession:
             self._watch.began(time.perf_counter() - start_s, refusal=refusal)
 
     def _arrive(self) -> None:
-        """Note that the new plan runs: compare this rank with its new place's usual pace."""
+        """Note that the new plan runs: compare this rank with the usual pace of its new place."""
         decision, self._arriving = self._arriving, None
         if decision is None:
             return

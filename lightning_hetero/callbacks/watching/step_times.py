@@ -28,7 +28,7 @@ class StepTimes:
         self.index = index
         self._start_s = 0.0
         self._untimed: tuple[float, float, float] | None = None
-        """Seconds, work and share of a batch, whose clock times come with the next batch."""
+        """Seconds, work and share of a batch whose clock times arrive with the next batch."""
         self._clear()
 
     def _clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Find and apply remedies for stragglers: another plan under `HeteroStrategy`, or a restart."""
+"""Find and apply mitigations for stragglers: another plan under `HeteroStrategy`, or a restart."""
 
 import math
 import statistics
@@ -27,7 +27,7 @@ __all__ = ["HeteroRun", "PlainRun"]
 
 _BUCKET_BYTES = 25 * 2**20
 _EQUAL_DEVICES = 1.15
-"""Devices whose probes differ by no more are taken to be equal: probes are rough."""
+"""Devices whose probes differ by at most this factor count as equal, since probes are rough."""
 
 
 class PlainRun:
@@ -45,12 +45,12 @@ class PlainRun:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of DDP's usual bucket; how other strategies send isn't known."""
+        """Bytes of DDP's usual bucket; how other strategies send is unknown."""
         return _BUCKET_BYTES
 
     @property
     def clock(self) -> ComputeClock | None:
-        """None: no clock tells this run's computing from its waiting."""
+        """None: no clock distinguishes this run's computing from its waiting."""
         return None
 
     def where(self, findings: Sequence[Finding]) -> str:
@@ -60,7 +60,7 @@ class PlainRun:
     def measure(
         self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
     ) -> MeasuredRun | None:
-        """Return what is known of the run while nothing was slow: here nothing."""
+        """Return what is known about the run while nothing was slow: here nothing."""
         return None
 
     def find_mitigations(
@@ -78,14 +78,14 @@ class PlainRun:
         return () if restart is None else (restart,)
 
     def act(self, decision: Decision) -> str | None:
-        """Request a restart; called by all ranks. Return why it can't be done, None if it can."""
+        """Request a restart; called by all ranks. Return the reason if it isn't possible."""
         if self._restarter is not None:
             choice = decision.choice
             self._restarter.request_restart(choice.effect, exclude=choice.exclude)
         return None
 
     def is_changing(self) -> bool:
-        """Whether the last iteration still ran under the plan from before the last `act`: never."""
+        """Whether the last iteration still ran under the plan from before the last `act`."""
         return False
 
 
@@ -135,7 +135,7 @@ class HeteroRun(PlainRun):
         return (*found, *restarts)
 
     def _plans_without_fault(self) -> tuple[ParallelPlan, ...]:
-        """Return the plans from before the fault, whatever has been changed since."""
+        """Return the plans from before the fault, even if they were changed since."""
         if self._first_plans:
             return self._first_plans
         return (self._strategy.plan,) if self._datamodule is None else self._datamodule.plans
@@ -205,7 +205,7 @@ class HeteroRun(PlainRun):
 
 
 def _place_times(report: RankReport, share: float) -> PlaceTimes:
-    """Return a rank's times of a micro-batch; the pace counts under whatever plans ran."""
+    """Return a rank's times of a micro-batch; its pace is independent of the plans that ran."""
     before = report.before
     assert before is not None
     total_s = report.pace * before.work * share

@@ -1,4 +1,4 @@
-"""Pages of runs and plans: what they show, laid out here and drawn by the templates beside."""
+"""Pages about runs and plans: their contents, laid out here and drawn by the templates."""
 
 from typing import Any
 

@@ -19,7 +19,7 @@ Figure = dict[str, Any]
 
 
 def charts(story: Story) -> list[Figure]:
-    """Return the figures that the run has numbers for."""
+    """Return the figures for which the run has numbers."""
     scalars = story.scalars
     per_second = scalars.get("run/tokens_per_s", {})
     ideal = {
@@ -56,7 +56,7 @@ def charts(story: Story) -> list[Figure]:
 def _chart(
     title: str, series: Mapping[str, Mapping[int, float]], happenings: Sequence[Happening]
 ) -> Figure:
-    """Lay out a figure over steps: each line's medians, and its band of least to largest values."""
+    """Lay out a figure over steps: each line's medians, and a band from least to largest."""
     first = min(min(values) for values in series.values())
     last = max(max(values) for values in series.values())
     # A single stalled iteration mustn't flatten the rest of the curve.
@@ -82,7 +82,7 @@ def _chart(
             (x_of(step), y_of(mid), f"{name}, step {step}: {mid:.4g}") for step, _, mid, _ in shown
         )
         band = " ".join(upper + lower)
-        # The points are for the pointer and the keyboard.
+        # For the pointer and the keyboard.
         lines.append({"name": name, "path": path, "band": band, "points": points})
     marks = [
         (x_of(happening.step), happening.kind, f"step {happening.step}: {happening.kind}")

@@ -1,4 +1,4 @@
-"""Draw a plan: a picture by matplotlib, or an HTML page whose bars say their numbers."""
+"""Draw a plan: as a picture by matplotlib, or as an HTML page that shows each bar's numbers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +15,6 @@ from lightning_hetero.simulator import (
     StageFacts,
     memory_terms,
     plot_timeline,
-    simulated_facts,
 )
 
 __all__ = ["draw_plan"]
@@ -34,11 +33,11 @@ _GIB = 2**30
 
 
 Bars = list[dict[str, Any]]
-"""Bars of a lane (kind, x, width), and what each says under the pointer or the keyboard (words)."""
+"""The bars of a lane (kind, x, width), each with the text shown under the pointer (words)."""
 
 
 def draw_plan(path: str | Path, plan: ParallelPlan, cost: CostModel, found: Simulation) -> None:
-    """Draw a simulated iteration into a file; its suffix says the format.
+    """Draw a simulated iteration into a file; the file's suffix decides the format.
 
     Args:
         path: An `.html` page, or a picture that matplotlib writes.
@@ -50,9 +49,9 @@ def draw_plan(path: str | Path, plan: ParallelPlan, cost: CostModel, found: Simu
         ConfigurationError: The file can't be written, or a package for it is missing.
     """
     if Path(path).suffix.lower() != ".html":
-        plot_timeline(path, plan, cost, found)
+        plot_timeline(path, plan, found)
         return
-    lanes = list(_lanes(plan, cost, found))
+    lanes = list(_lanes(plan, found))
     page = render_page(
         "plan.html.j2",
         lanes=lanes,
@@ -68,17 +67,16 @@ def draw_plan(path: str | Path, plan: ParallelPlan, cost: CostModel, found: Simu
         raise ConfigurationError(f"Can't write {path}: {error.strerror}.") from error
 
 
-def _lanes(plan: ParallelPlan, cost: CostModel, found: Simulation) -> Iterator[dict[str, Any]]:
-    facts = simulated_facts(plan, cost, found)
+def _lanes(plan: ParallelPlan, found: Simulation) -> Iterator[dict[str, Any]]:
     places = [(p, s) for p, s, _ in plan.iter_stages()][:_MOST_LANES]
     events: dict[tuple[int, int], list[Event]] = {place: [] for place in places}
     for event in found.events[:_MOST_BARS]:
         place = event.pipeline_index, event.stage_index
         if place in events and event.end_s > event.start_s:
             events[place].append(event)
-    most = max(stage.device_bytes or 1.0 for row in facts for stage in row)
+    most = max(stage.device_bytes or 1.0 for row in found.stages for stage in row)
     for (p, s), own in events.items():
-        stage, known = plan.pipelines[p].stages[s], facts[p][s]
+        stage, known = plan.pipelines[p].stages[s], found.stages[p][s]
         layers = stage.layers
         yield {
             "label": f"pipeline {p} stage {s}: {stage.tp_degree} × {known.device}, "

@@ -25,7 +25,7 @@ _TIME_LESS = ("event", "at_s", "step")
 
 @dataclass(frozen=True)
 class Happening:
-    """One event that isn't a number of every step."""
+    """One event of the run, other than the numbers that every step has."""
 
     kind: str
     step: int
@@ -39,18 +39,18 @@ class Story:
 
     folder: str
     scalars: dict[str, dict[int, float]] = field(default_factory=dict)
-    """What `RunMetrics` logged, and the numbers of iterations, by name and step."""
+    """What `RunMetrics` logged, and the iteration times, by name and step."""
     happenings: list[Happening] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Each plan with the first step that ran under it."""
     memory: list[tuple[float, float]] = field(default_factory=list)
-    """Newest bytes in use of each rank, and those that were predicted, 0 if unknown."""
+    """For each rank its bytes in use, newest, and those that were predicted; 0 if unknown."""
     nodes: tuple[str, ...] = ()
     verdicts: list[str] = field(default_factory=list)
     first_s: float | None = None
     last_s: float | None = None
     state: str = "recorded"
-    """`running`, `silent`, `failed`, `ended`, or `recorded` where no log says."""
+    """`running`, `silent`, `failed` or `ended`; `recorded` if there is no log."""
     _numbered: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, entry: dict[str, Any]) -> None:
@@ -114,11 +114,11 @@ def read_story(folder: Path) -> Story:
         raise ConfigurationError(f"{folder} isn't a folder. Give the folder that the run wrote to.")
     story = Story(str(folder))
     found = {path for pattern in _TRACES for path in folder.rglob(pattern)}
-    # Files of the ranks of one run are one trace.
+    # The files of the ranks of one run are one trace.
     traces = sorted({p.parent if p in trace_files(p.parent) else p for p in found})
     logs = [path for path in sorted(folder.rglob("*.jsonl")) if path not in found]
     entries = [entry for path in logs for entry in _entries(path, story)]
-    # Several logs of one run are told in one order; recordings have no times.
+    # Events of several logs of a run are sorted by time; recordings have no times.
     for entry in sorted(entries, key=lambda entry: _number(entry.get("at_s")) or 0.0):
         story.add(entry)
     for path in traces:

@@ -1,7 +1,7 @@
 """Hugging Face models: train on packed batches, read weights slice by slice, export folders.
 
 Needs the extra `hf`: `pip install 'lightning-hetero[hf]'`. The rest of the package imports it only
-if transformers has been imported already, so other models are trained without it.
+if transformers has been imported already, so other models don't need it.
 """
 
 try:

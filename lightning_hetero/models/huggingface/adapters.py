@@ -1,6 +1,6 @@
-"""Put PEFT's adapters beside a model whose weights are read later: new ones, or those of a folder.
+"""Add PEFT's adapters to a model whose weights are read later: new ones, or those of a folder.
 
-An adapter's folder names its base. Where that is on this machine, as a folder or in Hugging Face's
+An adapter's folder names its base. If that is on this machine, as a folder or in Hugging Face's
 cache, values of its weights are compared with those that the model will have.
 """
 
@@ -23,21 +23,21 @@ from lightning_hetero.models.stored import StoredTensor
 __all__ = ["add_adapters"]
 
 _LOOKED_AT = 64
-"""Values at the start of each weight that are compared."""
+"""Number of values, at the start of each weight, that are compared."""
 
 
 def add_adapters(model: PreTrainedModel, config: Any) -> Any:
     """Return PEFT's model around one on the meta device, with adapters that are drawn on the CPU.
 
-    Like `peft.get_peft_model`, which would leave them on the meta device, without values.
+    Like `peft.get_peft_model`, which would leave the adapters on the meta device without values.
 
     Args:
         model: What `load_pretrained` returned; its own weights are frozen.
         config: PEFT's config, such as a `LoraConfig`; or the folder of an adapter, to train it on.
 
     Raises:
-        ModelError: The adapters' first values depend on those of weights, or those of the folder
-            don't fit the model or were trained beside other weights.
+        ModelError: The adapters' initial values depend on weights, or the folder's adapters don't
+            fit the model or were trained with other weights.
     """
     import peft
 
@@ -78,7 +78,7 @@ def _with_stored(model: PreTrainedModel, config: Any, folder: str | Path) -> Any
         adapted = peft.get_peft_model(model, config)
         stored = peft.load_peft_weights(str(folder), device="cpu")
         result: Any = peft.set_peft_model_state_dict(adapted, stored)
-    except (RuntimeError, ValueError) as error:  # Of other sizes, or without such modules.
+    except (RuntimeError, ValueError) as error:  # They have other sizes or modules.
         text = " ".join(" ".join(str(error).splitlines()[:2]).split())
     else:
         trained = {name for name, item in adapted.named_parameters() if item.requires_grad}
@@ -93,7 +93,7 @@ def _with_stored(model: PreTrainedModel, config: Any, folder: str | Path) -> Any
 
 
 def _check_base(model: PreTrainedModel, config: Any, folder: str | Path) -> None:
-    """Raise ModelError if the base of a folder's adapter is here and has other weights.
+    """Raise ModelError if the base of a folder's adapter is on this machine and differs.
 
     If it isn't here and has another name, `peft.get_peft_model` warns.
     """
@@ -132,7 +132,7 @@ def _weights_of_base(
 
 
 def _stored_by(model: PreTrainedModel) -> dict[str, StoredTensor]:
-    """Return what a model reads from its folder, but for weights that are quantized there."""
+    """Return what a model reads from its folder, except weights that are quantized there."""
     found: dict[str, StoredTensor] = dict(vars(model)["weight_source"].tensors)
     for name, parameter in model.named_parameters():
         stored = getattr(getattr(parameter, "whole_reader", None), "stored", {})
@@ -142,9 +142,9 @@ def _stored_by(model: PreTrainedModel) -> dict[str, StoredTensor]:
 
 
 def _differ(mine: StoredTensor, other: StoredTensor) -> bool:
-    """Whether two stored tensors differ in more than precision; only their first values are read.
+    """Whether two stored tensors differ by more than rounding; only their first values are read.
 
-    Those of other shapes or in integers, such as a quantized weight's, aren't comparable.
+    Tensors of different shapes, or of integers, such as quantized weights, can't be compared.
     """
     if mine.shape != other.shape or 0 in mine.shape:
         return False
@@ -159,7 +159,7 @@ def _differ(mine: StoredTensor, other: StoredTensor) -> bool:
 
 @contextmanager
 def _on_cpu_without_values(model: nn.Module) -> Iterator[None]:
-    """Put CPU tensors that take no memory in the place of parameters on the meta device."""
+    """Put CPU tensors that take no memory in place of parameters on the meta device."""
     before = [
         (module, name, parameter)
         for module in model.modules()

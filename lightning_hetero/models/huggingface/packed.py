@@ -1,9 +1,9 @@
 """Let Hugging Face models attend to packed batches by varlen attention, without masks.
 
-Transformers looks up attention and mask functions by name in two registries. Those registered here
-pass the sequences of a packed batch to `models.attention`. So a micro-batch costs the sum of its
-squared lengths (Hydraulis §6), and no mask over all its tokens is ever made. Batches that aren't
-packed (rows with padding, decoding with a cache) get transformers' own masks and SDPA.
+Transformers looks up attention and mask functions by name in two registries. The functions
+registered here pass the sequences of a packed batch to `models.attention`. So a micro-batch costs
+the sum of its squared lengths (Hydraulis §6), and no mask over all its tokens is made. Batches that
+aren't packed (rows with padding, decoding with a cache) use transformers' own masks and SDPA.
 """
 
 from contextvars import ContextVar
@@ -22,12 +22,13 @@ from lightning_hetero.models.packing import PackedBatch, num_samples_seen
 __all__ = ["attends_packed", "packed_inputs", "use_packed_attention"]
 
 _NAME = "lightning_hetero_packed"
-"""Transformers treats names that contain "flash" or "sdpa" in a special way."""
+"""Transformers treats names that contain "flash" or "sdpa" specially, so this contains neither."""
 _ADDED_TO_SCORES = ("softcap", "s_aux", "position_bias")
-"""Arguments by which some families change the scores; varlen attention doesn't take them."""
+"""Arguments with which some model families change the scores; varlen attention doesn't support
+them."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _has_windows: ContextVar[bool | None] = ContextVar("has_windows", default=None)
-"""Whether the model that runs a packed batch has sliding windows; None while none runs."""
+"""Whether the model that is running a packed batch has sliding windows; None if none is running."""
 
 
 def use_packed_attention(module: nn.Module) -> None:
@@ -37,9 +38,9 @@ def use_packed_attention(module: nn.Module) -> None:
         module: The model, or a module that contains one; it may be on the meta device.
 
     Raises:
-        ModelError: There is no such model, or it has other layers than attention over whole
-            sequences or sliding windows, in which samples packed together would see each other.
-            Sliding windows that attention isn't told of are refused in the first forward.
+        ModelError: There is no such model, or it has layers other than attention over whole
+            sequences or sliding windows, in which packed samples would see each other. Sliding
+            windows that the attention function isn't told about are refused in the first forward.
     """
     models = [item for item in module.modules() if isinstance(item, PreTrainedModel)]
     if not models:
@@ -159,7 +160,7 @@ def _attend(
     return output_THD[None], None
 
 
-# On import, so that processes that unpickle a model have both.
+# At import, so that processes that unpickle a model have both.
 AttentionInterface.register(_NAME, _attend)
 AttentionMaskInterface.register(_NAME, _make_mask)
 

@@ -1,10 +1,10 @@
 """Build a pretrained Hugging Face model whose weights are read slice by slice, and write folders.
 
-When transformers loads a folder, it renames and converts stored tensors: experts that were saved
-one by one, for example, become one tensor. Here the operations from transformers' own tables are
-applied to descriptions of the stored tensors, so that any slice of a result can be read alone.
+When transformers loads a folder, it renames and converts stored tensors: for example, experts that
+were saved one by one become one tensor. Here the operations in transformers' own tables are applied
+to descriptions of the stored tensors, so that any slice of a result can be read alone.
 
-A trained model is written from a checkpoint file, which is memory-mapped: at most the weights of
+A trained model is written from a checkpoint file, which is memory-mapped, so at most the weights of
 one written file are in memory. A module that is whole after `fit` (`whole_after_run`) can also use
 its model's own `save_pretrained`.
 """
@@ -158,7 +158,7 @@ def _map_tensors(
     """Apply transformers' renaming and conversion to the names in a folder.
 
     Returns:
-        The tensors by the model's names, and the stored names that the model has no use for.
+        The tensors by the model's names, and the stored names that the model doesn't use.
 
     Raises:
         ModelError: A parameter is converted by an operation whose result can't be read in part, or

@@ -16,6 +16,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -29,15 +30,9 @@ from lightning_hetero.planner.columns import ColumnTimes
 from lightning_hetero.planner.hosts import check_hosts, cost_on_hosts
 from lightning_hetero.planner.master import Master
 from lightning_hetero.planner.placement import MappingOrder, Option, place, to_plan
-from lightning_hetero.planner.proposing.pipeline_costs import plan_costs
-from lightning_hetero.planner.proposing.proposal import (
-    Scheme,
-    choose_together,
-    draw_iteration,
-    propose,
-)
-from lightning_hetero.planner.proposing.sequence_room import SequenceRoom, with_budgets
-from lightning_hetero.planner.proposing.work_bound import work_lower_bound_s
+from lightning_hetero.planner.proposing.pipeline_costs import PipelineRoom, plan_costs, with_budgets
+from lightning_hetero.planner.proposing.proposal import choose_together, draw_iteration, propose
+from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
 from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, devices_line, host_bytes
@@ -46,6 +41,11 @@ __all__ = ["CandidateOptions", "CandidatePlans", "propose_plans"]
 
 _Group = tuple[Option, ...]
 """The stages of one pipeline, whose nodes are still open."""
+_Costs = tuple[PipelineCost, ...]
+"""The costs of a plan's pipelines."""
+_TOGETHER = MappingOrder.STAGES_TOGETHER
+_NUM_SPARE = 8
+"""More plans that are proposed than chosen, because estimates may be 5 % off."""
 _MAX_STAGES = 16
 _MIXED_COUNTS = (1, 2, 4)
 """Stages on each of a mixed pipeline's two device types."""
@@ -133,7 +133,7 @@ def _with_host_owners(found: CandidatePlans, cost: CostModel) -> CandidatePlans:
         rank
         for plan, costs in zip(found.plans, found.costs, strict=True)
         for pipeline, item in zip(plan.pipelines, costs, strict=True)
-        for rank in SequenceRoom(pipeline, cost, plan.num_pipelines).ranks_without(item.max_len)
+        for rank in PipelineRoom(pipeline, cost, plan.num_pipelines).ranks_without(item.max_len)
     }
     plans = tuple(replace(plan, host_owners=tuple(sorted(owners))) for plan in found.plans)
     for plan in plans:
@@ -155,69 +155,54 @@ class _CandidateSearch:
         self.tokens = tokens_per_step
         self.options = options or CandidateOptions()
         self.num_devices = cost.cluster.num_devices
-        self._balance_for(typical_length(lengths))
 
     def _balance_for(self, length: int) -> None:
         """Balance layers for micro-batches of one sample of `length` tokens."""
         batch = max(_MAX_STAGES, self.tokens // length)
         work = Workload(sequence_length=length, global_batch_size=batch)
         self.stages = Stages(self.cost, work, self.options.tp_degrees)
-        self._times: dict[int, ColumnTimes] = {}
-
-    def _times_of(self, num_pipelines: int) -> ColumnTimes:
-        if num_pipelines not in self._times:
-            ownership = Ownership(num_pipelines)
-            self._times[num_pipelines] = ColumnTimes(
-                self.stages, ownership, MappingOrder.STAGES_TOGETHER
-            )
-        return self._times[num_pipelines]
+        self.times_of = cache(lambda number: ColumnTimes(self.stages, Ownership(number), _TOGETHER))
 
     def run(self, given: Sequence[ParallelPlan]) -> CandidatePlans:
         found = {plan: costs for plan in given if (costs := self._costs(plan)) is not None}
-        schemes = self._find(found)
-        if not any(map(self._holds_longest, found.values())):
-            self._balance_for(self.longest)  # Slower for most samples, but with more room.
-            schemes |= self._find(found)
-        if not any(map(self._holds_longest, found.values())):
-            most = max((scheme.cost.max_len for scheme in schemes.values()), default=0)
-            raise PlanningError(
-                f"No plan on {devices_line(self.cost.cluster)} holds the longest sample of "
-                f"{self.longest:,} tokens; pipelines hold {most:,} at most beside the states of "
-                f"{self.cost.model.name}. Cut samples shorter (context_length), allow more tensor "
-                "parallelism, or say how much host_memory_bytes every node has for states."
-            )
-        return self._choose(found, tuple(schemes.values()))
-
-    def _find(self, found: dict[ParallelPlan, tuple[PipelineCost, ...]]) -> dict[_Group, Scheme]:
-        """Add proposed plans and their costs to `found`; return the schemes by group."""
-        schemes = {
-            group: scheme for group in self._groups() if (scheme := self._scheme(group)) is not None
-        }
-        for counts in self._proposals(tuple(schemes.values())):
-            groups = [group for group, n in zip(schemes, counts, strict=True) for _ in range(n)]
-            plan = self._plan(groups)
-            costs = None if plan is None else self._costs(plan)
-            if plan is not None and costs is not None:
-                found[plan] = costs
-        return schemes
-
-    def _proposals(self, schemes: Sequence[Scheme]) -> Sequence[tuple[int, ...]]:
-        if not any(scheme.cost.max_len >= self.longest for scheme in schemes):
-            return ()
-        return propose(
-            self.lengths,
-            schemes,
-            self.num_devices,
-            tokens_per_iteration=self.tokens,
-            most=self.options.num_candidate_plans,
-            seed=self.options.seed,
+        schemes: dict[_Group, Scheme] = {}
+        # Layers balanced for the longest sample are slower for most, but leave more room.
+        for length in (typical_length(self.lengths), self.longest):
+            self._balance_for(length)
+            groups = dict.fromkeys([*self._enumerated(), *self._priced()])
+            own = {g: scheme for g in groups if (scheme := self._scheme(g)) is not None}
+            found |= self._proposed(own)
+            schemes |= own
+            if any(map(self._holds_longest, found.values())):
+                return self._choose(found, tuple(schemes.values()))
+        most = max((scheme.cost.max_len for scheme in schemes.values()), default=0)
+        raise PlanningError(
+            f"No plan on {devices_line(self.cost.cluster)} holds the longest sample of "
+            f"{self.longest:,} tokens; pipelines hold {most:,} at most beside the states of "
+            f"{self.cost.model.name}. Cut samples shorter (context_length), allow more tensor "
+            "parallelism, or say how much host_memory_bytes every node has for states."
         )
 
-    # -- schemes and plans ----------------------------------------------------------------------
+    def _proposed(self, schemes: Mapping[_Group, Scheme]) -> dict[ParallelPlan, _Costs]:
+        """Return the plans proposed for some schemes, and their costs."""
+        if not any(scheme.cost.max_len >= self.longest for scheme in schemes.values()):
+            return {}
+        proposals = propose(
+            self.lengths,
+            tuple(schemes.values()),
+            self.num_devices,
+            tokens_per_iteration=self.tokens,
+            most=self.options.num_candidate_plans + _NUM_SPARE,
+            seed=self.options.seed,
+        )
+        found = {}
+        for counts in proposals:
+            groups = [group for group, n in zip(schemes, counts, strict=True) for _ in range(n)]
+            if (costed := self._costed(groups)) is not None:
+                found[costed[0]] = costed[1]
+        return found
 
-    def _groups(self) -> Iterator[_Group]:
-        """Yield the groups that the cluster has devices for, none twice."""
-        yield from dict.fromkeys([*self._enumerated(), *self._priced()])
+    # -- schemes and plans ----------------------------------------------------------------------
 
     def _priced(self) -> Iterator[_Group]:
         """Yield the columns that masters use, for one, two, four, ... pipelines."""
@@ -225,7 +210,7 @@ class _CandidateSearch:
             return
         most = sum(self.stages.devices.values())
         for number in (1 << i for i in range(most.bit_length())):
-            master = Master([self._times_of(number)])
+            master = Master([self.times_of(number)])
             master.solve()
             yield from (column.options for column, _ in master.best_columns())
 
@@ -239,7 +224,11 @@ class _CandidateSearch:
                     if num_stages <= 4 or count % num_stages == 0:
                         yield (Option(kind, degree),) * num_stages
             usable = [kind for kind, count in units.items() if count]
-            by_speed = sorted(usable, key=lambda kind: self._layer_s(kind, degree))
+            layer_s = {
+                kind: self.stages.times_s(Option(kind, degree), False, False)[:, 1].sum()
+                for kind in usable
+            }
+            by_speed = sorted(usable, key=layer_s.__getitem__)
             for fast, slow in itertools.combinations(by_speed, 2):
                 for first, second in itertools.product(_MIXED_COUNTS, repeat=2):
                     fits = first <= units[slow] and second <= units[fast]
@@ -250,43 +239,35 @@ class _CandidateSearch:
     def _num_units(self, kind: int, tp_degree: int) -> int:
         return sum(count // tp_degree for count in self.stages.counts_of_class[kind])
 
-    def _layer_s(self, kind: int, degree: int) -> float:
-        return float(self.stages.times_s(Option(kind, degree), False, False)[:, 1].sum())
-
     def _scheme(self, group: _Group) -> Scheme | None:
         """Return a group's scheme, costed in a plan of as many such pipelines as fit; else None."""
         needed = Counter(group)
         copies = min(self._num_units(kind, degree) // n for (kind, degree), n in needed.items())
-        plan = self._plan([group] * copies) if copies else None
-        costs = None if plan is None else self._costs(plan)
-        if costs is None:
+        costed = self._costed([group] * copies) if copies else None
+        if costed is None:
             return None
         taken: Counter[str] = Counter()
         for (kind, degree), number in needed.items():
             node = self.stages.node_of_class[kind]
             taken[self.cost.cluster.nodes[node].device] += number * degree
-        return Scheme(cost=costs[0], devices=tuple(taken.items()))
+        return Scheme(cost=costed[1][0], devices=tuple(taken.items()))
 
-    def _plan(self, groups: Sequence[_Group]) -> ParallelPlan | None:
-        """Return the plan of groups on ranks; None if layers or nodes don't fit.
+    def _costed(self, groups: Sequence[_Group]) -> tuple[ParallelPlan, _Costs] | None:
+        """Return the plan of groups on ranks, and its costs; None if layers or nodes don't fit.
 
         Stages recompute if their pipeline couldn't hold the longest sample otherwise.
         """
-        stages = self.stages
-        pipelines = place(groups, stages.class_of_node, stages.counts, MappingOrder.STAGES_TOGETHER)
-        if pipelines is None:
+        pipelines = place(groups, self.stages.class_of_node, self.stages.counts, _TOGETHER)
+        rows = [self.times_of(len(groups)).balance(group) for group in groups]
+        layers = [row for row in rows if row is not None]
+        if pipelines is None or len(layers) < len(rows):
             return None
-        times = self._times_of(len(groups))
-        rows = []
-        for group in groups:
-            layers = times.balance(group)
-            if layers is None:
-                return None
-            rows.append(layers)
-        plan = to_plan(pipelines, rows, [None] * len(groups), self.cost.cluster)
-        return with_budgets(plan, self.cost, self.longest)
+        plan = to_plan(pipelines, layers, [None] * len(groups), self.cost.cluster)
+        plan = with_budgets(plan, self.cost, self.longest)
+        costs = self._costs(plan)
+        return None if costs is None else (plan, costs)
 
-    def _costs(self, plan: ParallelPlan) -> tuple[PipelineCost, ...] | None:
+    def _costs(self, plan: ParallelPlan) -> _Costs | None:
         try:
             return plan_costs(plan, self.cost, context_length=self.longest)
         except AssignmentError:
@@ -299,7 +280,7 @@ class _CandidateSearch:
 
     def _choose(
         self,
-        found: Mapping[ParallelPlan, tuple[PipelineCost, ...]],
+        found: Mapping[ParallelPlan, _Costs],
         schemes: Sequence[Scheme],
     ) -> CandidatePlans:
         """Choose plans: the best alone, then one by one those that shorten the mean most."""
@@ -324,7 +305,7 @@ class _CandidateSearch:
             tokens_per_step=self.tokens,
         )
 
-    def _seconds(self, costs: tuple[PipelineCost, ...], lengths: IntArray) -> float:
+    def _seconds(self, costs: _Costs, lengths: IntArray) -> float:
         if lengths.max() > max(cost.max_len for cost in costs):
             return np.inf
         return assign_iteration(lengths, [costs]).latency_s

@@ -1,27 +1,33 @@
-"""Compute MaxLen and T(l, P) of a pipeline from its memory and times (Hydraulis Appendix B).
+"""Compute what a plan's pipelines cost samples of any length (Hydraulis Appendix B and C).
 
-MaxLen is the longest micro-batch that every stage holds by the cost model, with micro-batches of
-one length in flight (`sequence_room`). KeptLen is the longest one that no stage with a budget of
-activations recomputes. Latency coefficients are fitted to the times of the slowest stage, which
-decides the pace of a pipeline of unequal stages. `plan_costs` computes them for any plan by a cost
-model, also with unequal devices and layer splits.
+MaxLen is the longest micro-batch of which every stage holds as many as it has in flight. With a
+budget B of activations and W micro-batches of T tokens in flight on n layers, of K bytes per token
+and R if recomputed, a stage keeps everything up to `T' = B / (W·n·K)` tokens, and holds no more
+than all inputs and one layer that is being recomputed, `W·T·n·R + T·(K - R) <= B`. Between both it
+recomputes `n·K / (K - R)·(1 - T' / T)` layers. KeptLen is the least T' of all stages.
+
+Latency coefficients are fitted to the times of the slowest stage, which decides the pace of a
+pipeline of unequal stages.
 """
 
-import operator
-from dataclasses import replace
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_hetero.assign.pipeline_cost import PipelineCost
+from lightning_hetero.assign.pipeline_cost import NEVER_RECOMPUTED, PipelineCost
+from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.profile import TimeFit
 from lightning_hetero.planner.balancing import without_chunks
-from lightning_hetero.planner.proposing.sequence_room import SequenceRoom
-from lightning_hetero.simulator import CostModel
+from lightning_hetero.simulator import CostModel, StageShape
 
-__all__ = ["plan_costs", "util_len"]
+__all__ = ["PipelineRoom", "plan_costs", "util_len", "with_budgets"]
 
-_SHORTEST = 128
+_MULTIPLE = 128
+"""Lengths are counted in multiples of so many tokens."""
+_MOST_TOKENS = 2**40
 
 
 def util_len(fit: TimeFit, *, threshold: float = 0.85, limit: int) -> int:
@@ -53,38 +59,183 @@ def plan_costs(
     Raises:
         AssignmentError: A stage has no memory for tokens.
     """
-    longest = max(context_length, 2 * _SHORTEST)  # A fit needs two lengths.
-    count = (longest // _SHORTEST).bit_length()
-    lengths = sorted({*(_SHORTEST << i for i in range(count)), longest})
-    pipelines = map(without_chunks, plan.pipelines)
-    return tuple(_pipeline_cost(item, model, lengths, plan.num_pipelines) for item in pipelines)
+    longest = max(context_length, 2 * _MULTIPLE)  # A fit needs two lengths.
+    count = (longest // _MULTIPLE).bit_length()
+    lengths = sorted({*(_MULTIPLE << i for i in range(count)), longest})
+    known: dict[tuple[_Stage, ...], PipelineCost] = {}
+    found = []
+    for pipeline in plan.pipelines:
+        room = PipelineRoom(pipeline, model, plan.num_pipelines)
+        if room.stages not in known:
+            known[room.stages] = room.cost(lengths)
+        found.append(known[room.stages])
+    return tuple(found)
 
 
-def _pipeline_cost(
-    pipeline: PipelinePlan, model: CostModel, lengths: list[int], num_pipelines: int
-) -> PipelineCost:
-    room = SequenceRoom(pipeline, model, num_pipelines)
-    shapes = [model.shape_of(stage) for stage in pipeline.stages]
-    times_s = [[sum(model.compute_s(shape, (length,))) for length in lengths] for shape in shapes]
-    slowest_s = np.max(times_s, axis=0).tolist()
-    samples = [((length,), seconds) for length, seconds in zip(lengths, slowest_s, strict=True)]
-    fit = TimeFit.of(samples, needs_b=True)
-    max_len, kept_len = room.max_len(), room.kept_len()
-    found = PipelineCost(
-        a=fit.a,
-        b=fit.b,
-        c=fit.c,
-        max_len=kept_len,
-        util_len=util_len(fit, limit=kept_len),
-        num_stages=len(shapes),
-    )
-    if kept_len >= min(lengths[-1], max_len):
-        return found  # No sequence needs more.
-    shares = [0.0]
-    for index, length in enumerate(lengths):
-        if length > kept_len:
-            stages_s = [row[index] for row in times_s]
-            again_s = room.recompute_s(length)
-            longer = max(map(operator.add, stages_s, again_s)) / max(stages_s) - 1.0
-            shares.append(longer / (1.0 - kept_len / length))
-    return replace(found, max_len=max_len, kept_len=kept_len, recompute_share=max(shares))
+def with_budgets(plan: ParallelPlan, cost: CostModel, longest: int) -> ParallelPlan:
+    """Return a plan whose pipelines recompute where that lets them take longer sequences.
+
+    Args:
+        plan: A plan whose stages name no recomputation.
+        cost: Times and bytes.
+        longest: Tokens of the longest sequence.
+    """
+    rooms = [PipelineRoom(pipeline, cost, plan.num_pipelines) for pipeline in plan.pipelines]
+    return replace(plan, pipelines=tuple(room.with_budgets(longest) for room in rooms))
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What decides the memory of a stage with micro-batches of one length in flight."""
+
+    shape: StageShape
+    num_in_flight: int
+    budget_bytes: float | None
+    """Budget of its activations, times their correction factor as all bytes here."""
+
+
+class PipelineRoom:
+    """How many tokens the micro-batches of a pipeline may have, and what they take.
+
+    Args:
+        pipeline: Its stages' `recomputed_layers` and `activation_budget_bytes` count.
+        model: Times and bytes.
+        num_pipelines: Pipelines of the plan.
+    """
+
+    def __init__(self, pipeline: PipelinePlan, model: CostModel, num_pipelines: int) -> None:
+        self._pipeline, self._model = without_chunks(pipeline), model
+        self._num_pipelines, factor = num_pipelines, model.layout.activation_factor
+        plans = self._pipeline.stages
+        budgets = [stage.activation_budget_bytes for stage in plans]
+        self.stages = tuple(
+            _Stage(model.shape_of(stage), len(plans) - i, b if b is None else b * factor)
+            for i, (stage, b) in enumerate(zip(plans, budgets, strict=True))
+        )
+
+    def cost(self, lengths: list[int]) -> PipelineCost:
+        """Return the pipeline's cost, fitted to its times at some lengths.
+
+        Raises:
+            AssignmentError: A stage has no memory for tokens.
+        """
+        times_s = [self._times_s(length) for length in lengths]
+        samples = [((n,), max(row)) for n, row in zip(lengths, times_s, strict=True)]
+        fit = TimeFit.of(samples, needs_b=True)
+        max_len = self.max_len()
+        limit = min(max(1, self._kept_len()), max_len)
+        found = PipelineCost(
+            a=fit.a,
+            b=fit.b,
+            c=fit.c,
+            max_len=max_len,
+            util_len=util_len(fit, limit=limit),
+            num_stages=len(self.stages),
+        )
+        longest, alone_s = lengths[-1], times_s[-1]
+        if limit >= min(longest, max_len):
+            return replace(found, max_len=limit)  # No sequence needs more.
+        again_s = [self._recompute_s(stage, longest) for stage in self.stages]
+        longer = max(map(sum, zip(alone_s, again_s, strict=True))) / max(alone_s) - 1.0
+        share = longer / (1.0 - limit / longest)
+        return replace(found, kept_len=limit, recompute_share=share)
+
+    def max_len(self) -> int:
+        """Return the most tokens of each micro-batch that all stages hold, a multiple of 128.
+
+        Raises:
+            AssignmentError: A stage holds less than 128.
+        """
+        if found := _most(self._holds):
+            return found
+        lacking = [self._lacking_bytes(stage, _MULTIPLE) > 0 for stage in self.stages]
+        index, model = lacking.index(True), self._model
+        shape = self.stages[index].shape
+        states = model.memory_of_tokens(shape, self._num_pipelines, 0, 0).total
+        raise AssignmentError(
+            f"Stage {index} keeps {states / 2**30:.1f} GiB of states in "
+            f"{model.usable_bytes(shape.device) / 2**30:.1f} GiB, which leaves room for less than "
+            f"{_MULTIPLE} tokens. Use more stages or more tensor parallelism."
+        )
+
+    def ranks_without(self, tokens: int) -> list[int]:
+        """Return the ranks of stages that don't hold micro-batches of that many tokens."""
+        stages = zip(self._pipeline.stages, self.stages, strict=True)
+        lacking = [plan for plan, stage in stages if self._lacking_bytes(stage, tokens) > 0]
+        return [rank for stage in lacking for rank in stage.ranks]
+
+    def with_budgets(self, longest: int) -> PipelinePlan:
+        """Return the pipeline with the budgets that it needs for `longest` tokens.
+
+        It is unchanged if it holds them already, or if recomputation gains nothing. If it can't
+        hold them, it gets budgets for the most that it can. Only stages that need one get one.
+        """
+
+        def can_hold(tokens: int) -> bool:
+            return all(
+                self._layers_bytes(stage, tokens)[1] <= self._left_for_layers(stage, tokens)
+                for stage in self.stages
+            )
+
+        longest = -(-longest // _MULTIPLE) * _MULTIPLE  # As `max_len` counts.
+        tokens = longest if can_hold(longest) else _most(can_hold)
+        factor, stages = self._model.layout.activation_factor, []
+        for plan, stage in zip(self._pipeline.stages, self.stages, strict=True):
+            left = self._left_for_layers(stage, tokens)
+            needs_one = tokens > 0 and self._layers_bytes(stage, tokens)[0] > left
+            budget_bytes = int(left / factor) if needs_one else None
+            stages.append(replace(plan, activation_budget_bytes=budget_bytes))
+        return replace(self._pipeline, stages=tuple(stages))
+
+    def _holds(self, tokens: int) -> bool:
+        return all(self._lacking_bytes(stage, tokens) <= 0 for stage in self.stages)
+
+    def _lacking_bytes(self, stage: _Stage, tokens: int) -> float:
+        """Return the bytes that a stage lacks within its budget, 0 or less if it lacks none."""
+        left = self._left_for_layers(stage, tokens)
+        kept, least = self._layers_bytes(stage, tokens)
+        if stage.budget_bytes is None:
+            return kept - left
+        return np.inf if least > stage.budget_bytes else min(kept, stage.budget_bytes) - left
+
+    def _left_for_layers(self, stage: _Stage, tokens: int) -> float:
+        """Return the bytes that everything else leaves for its layers' activations."""
+        model, held = self._model, stage.num_in_flight * tokens
+        needed = model.memory_of_tokens(stage.shape, self._num_pipelines, held, tokens).total
+        usable = model.usable_bytes(stage.shape.device)
+        return usable - needed + self._layers_bytes(stage, tokens)[0]
+
+    def _layers_bytes(self, stage: _Stage, tokens: int) -> tuple[float, float]:
+        """Return the bytes of its layers' activations: all layers kept, and all recomputed."""
+        kept, of_input = self._model.layer_bytes(stage.shape)
+        layers = stage.num_in_flight * stage.shape.num_layers * tokens
+        return layers * kept, min(layers * kept, layers * of_input + tokens * (kept - of_input))
+
+    def _kept_len(self) -> int:
+        """Return the most tokens of which no stage recomputes anything to stay in its budget."""
+        lengths = [
+            int(stage.budget_bytes / self._layers_bytes(stage, _MULTIPLE)[0]) * _MULTIPLE
+            for stage in self.stages
+            if stage.budget_bytes is not None
+        ]
+        return min(lengths, default=NEVER_RECOMPUTED)
+
+    def _recompute_s(self, stage: _Stage, tokens: int) -> float:
+        """Return the seconds in which a stage recomputes to keep a micro-batch in its budget."""
+        bytes_kept = self._layers_bytes(stage, tokens)[0]
+        if stage.budget_bytes is None or bytes_kept <= stage.budget_bytes:
+            return 0.0
+        kept, of_input = self._model.layer_bytes(stage.shape)
+        share = kept / (kept - of_input) * (1.0 - stage.budget_bytes / bytes_kept)
+        everything = stage.shape._replace(recomputed_layers=stage.shape.num_layers)
+        return min(1.0, share) * self._model.recompute_s(everything, (tokens,))
+
+    def _times_s(self, tokens: int) -> list[float]:
+        """Return the seconds of each stage for a sequence, if its budget recomputes nothing."""
+        return [sum(self._model.compute_s(stage.shape, (tokens,))) for stage in self.stages]
+
+
+def _most(fits: Callable[[int], bool]) -> int:
+    """Return the most tokens that fit, a multiple of 128; 0 if 128 don't."""
+    sizes = range(_MULTIPLE, _MOST_TOKENS, _MULTIPLE)
+    return _MULTIPLE * bisect_left(sizes, True, key=lambda tokens: not fits(tokens))

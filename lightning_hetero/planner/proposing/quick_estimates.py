@@ -1,23 +1,25 @@
 """Estimate many plans on many iterations at once, to choose among proposals.
 
-Every row is one iteration on one plan. Sequences are dispatched longest first, to the least loaded
-pipeline of the scheme that then ends first. Equal pipelines differ only in their load, so a step
-compares one pipeline of each of K schemes, then finds the chosen scheme's least loaded pipeline: 25
-NumPy calls on [rows, K] and 2 on [rows, most pipelines of a scheme]. The schedule is then estimated
-as if a pipeline's work could be cut evenly into V micro-batches no shorter than its longest
-sequence: for the V just below and just above work / longest.
+Every row is one iteration on one plan. Sequences are given, longest first, to the scheme that then
+ends first. The n equal pipelines of a scheme share its work w evenly, but none has less than its
+longest sequence, and of q sequences of t seconds or more some pipeline has ⌈q / n⌉. So with N
+sequences so far they take at least ::
+
+    max(w / n, max_q t_q·⌈q / n⌉),    t_1 >= t_2 >= … >= t_N,
+
+and a step is some twenty NumPy calls on [rows, K] for K schemes. The schedule is then estimated as
+if this could be cut evenly into V micro-batches no shorter than the longest sequence: for the V
+just below and just above the quotient of both.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from lightning_hetero.assign.pipeline_cost import UNFIT_S, CostTable, PipelineCost
+from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
 __all__ = ["estimate_plans"]
-
-_BLOCK_CELLS = 200_000
 
 
 def estimate_plans(
@@ -31,87 +33,40 @@ def estimate_plans(
         costs: The K schemes.
     """
     used = np.flatnonzero(counts.any(axis=0))
-    counts, table = counts[:, used], CostTable.of([costs[k] for k in used.tolist()])
-    width = max(len(item) for item in iterations)
-    lengths = np.zeros((len(iterations), width))
+    table = CostTable.of([costs[k] for k in used.tolist()])
+    lengths = np.zeros((len(iterations), max(map(len, iterations))))
     for row, item in enumerate(iterations):
         lengths[row, : len(item)] = np.sort(item)[::-1]
-    plans, samples = np.divmod(np.arange(len(counts) * len(iterations)), len(iterations))
-    block = max(1, _BLOCK_CELLS // int(counts.max() * counts.shape[1]))
-    parts = [
-        _Rows(counts[plans[start : start + block]], table).run(
-            lengths[samples[start : start + block]]
+    exists = np.repeat(counts[:, used] > 0, len(iterations), axis=0)
+    pipelines = np.maximum(np.repeat(counts[:, used], len(iterations), axis=0), 1)
+    columns = np.tile(lengths, (len(counts), 1)).T
+    rows, bubbles = np.arange(len(pipelines)), table.num_bubbles
+    work_s, least_s, longest_s, given, tokens = np.zeros((5, *pipelines.shape))
+    is_unfit = np.zeros(len(rows), dtype=bool)
+    for length in np.ascontiguousarray(columns):
+        time_s, more = table.times_s(length), tokens + length[:, None]
+        each_s = np.maximum(
+            (work_s + time_s) / pipelines,
+            np.maximum(least_s, time_s * np.ceil((given + 1) / pipelines)),
         )
-        for start in range(0, len(plans), block)
+        end_s = each_s + bubbles * np.maximum(longest_s, time_s)
+        end_s += table.c * (bubbles + np.maximum(more / (pipelines * table.max_len), 1.0))
+        end_s[~exists | (length[:, None] > table.max_len)] = np.inf
+        scheme = end_s.argmin(axis=1)
+        is_unfit |= np.isinf(end_s[rows, scheme])
+        # Rows without a sequence left keep what they have.
+        at = rows[length > 0], scheme[length > 0]
+        least_s[at] = np.maximum(least_s[at], time_s[at] * np.ceil((given[at] + 1) / pipelines[at]))
+        longest_s[at] = np.maximum(longest_s[at], time_s[at])
+        work_s[at] += time_s[at]
+        given[at] += 1
+        tokens[at] = more[at]
+    each_s = np.maximum(work_s / pipelines, least_s)
+    fewest = np.maximum(np.ceil(tokens / (pipelines * table.max_len)), 1.0)
+    ratio = each_s / np.where(given > 0, longest_s, 1.0)
+    ends_s = [
+        each_s + bubbles * np.maximum(longest_s, each_s / number) + table.c * (bubbles + number)
+        for number in (np.maximum(np.floor(ratio), fewest), np.maximum(np.ceil(ratio), fewest))
     ]
-    return np.concatenate(parts).reshape(len(counts), len(iterations))
-
-
-class _Rows:
-    """Loads of each scheme's pipelines, and of the least loaded one of each scheme.
-
-    A load is (work, longest, tokens). Loads are kept in flat rows [R·K·D, 3] and [R·K, 3], so that
-    a pipeline's load is read and written at once.
-    """
-
-    def __init__(self, counts: IntArray, table: CostTable) -> None:
-        self.shape = (*counts.shape, int(counts.max()))
-        exists = np.arange(self.shape[2]) < counts[:, :, None]
-        self.table = table
-        self.loads = np.zeros((exists.size, 3))
-        self.loads[~exists.ravel(), 0] = UNFIT_S
-        self.keys_s = self.loads[:, 0].reshape(-1, self.shape[2]).copy()
-        self.least = np.zeros(counts.size, dtype=np.int64)
-        self.least_loads = self.loads[:: self.shape[2]].copy()
-        self.rows = np.arange(self.shape[0])
-        self.is_unfit = np.zeros(self.shape[0], dtype=bool)
-
-    def run(self, lengths: FloatArray) -> FloatArray:
-        """Dispatch lengths [R, B], descending, 0 for none; return the estimated seconds [R]."""
-        for column in np.ascontiguousarray(lengths.T):
-            self._place(column)
-        return np.where(self.is_unfit, np.inf, self._packed_s())
-
-    def _place(self, lengths: FloatArray) -> None:
-        table, length = self.table, lengths[:, None]
-        work_s, longest_s, tokens = np.moveaxis(self.least_loads.reshape(*self.shape[:2], 3), 2, 0)
-        time_s = table.times_s(lengths)
-        total_s = work_s + time_s + table.num_bubbles * np.maximum(longest_s, time_s)
-        num_microbatches = np.maximum((tokens + length) / table.max_len, 1.0)
-        total_s += table.c * (table.num_bubbles + num_microbatches)
-        total_s[length > table.max_len] = UNFIT_S
-        kind = total_s.argmin(axis=1)
-        best_s = total_s[self.rows, kind]
-        self.is_unfit |= best_s >= UNFIT_S
-        # A row without a sequence left must keep its loads and keys.
-        rows = self.rows[lengths > 0]
-        place = rows * self.shape[1] + kind[rows]
-        chosen_s = time_s[rows, kind[rows]]
-        load = self.least_loads[place]
-        load[:, 0] += chosen_s
-        load[:, 1] = np.maximum(load[:, 1], chosen_s)
-        load[:, 2] += lengths[rows]
-        cell = self.least[place]
-        self.loads[place * self.shape[2] + cell] = load
-        self.keys_s[place, cell] = best_s[rows]
-        cell = self.keys_s[place].argmin(axis=1)
-        self.least[place] = cell
-        self.least_loads[place] = self.loads[place * self.shape[2] + cell]
-
-    def _packed_s(self) -> FloatArray:
-        """Return the seconds [R] of work cut evenly, by the better V next to work / longest."""
-        row_of, kind_of, _ = np.unravel_index(np.flatnonzero(self.loads[:, 2]), self.shape)
-        work_s, longest_s, tokens = self.loads[self.loads[:, 2] > 0].T
-        table = self.table
-        bubbles, constant_s = table.num_bubbles[kind_of], table.c[kind_of]
-        fewest = np.ceil(tokens / table.max_len[kind_of])
-        ratio = work_s / longest_s
-        latencies_s = [
-            work_s
-            + bubbles * np.maximum(longest_s, work_s / count)
-            + constant_s * (bubbles + count)
-            for count in (np.maximum(np.floor(ratio), fewest), np.maximum(np.ceil(ratio), fewest))
-        ]
-        result = np.zeros(self.shape[0])
-        np.maximum.at(result, row_of, np.minimum(*latencies_s))
-        return result
+    found_s = np.where(given > 0, np.minimum(*ends_s), 0.0).max(axis=1)
+    return np.where(is_unfit, np.inf, found_s).reshape(len(counts), len(iterations))

@@ -1,45 +1,104 @@
-"""Find fractional plans: how many pipelines of each scheme suit the data (Hydraulis §7).
+"""Find fractional plans: how many pipelines of each scheme suit some sequences (Hydraulis §7).
 
 The paper's dynamic programme `t[n][l]` over GPUs and lengths (Eq. 4), with fractional pipelines,
 divides lengths into intervals, gives each to d pipelines of one scheme and lets the slowest decide.
 If d is continuous, cutting an interval costs nothing, so each length may choose its own scheme, and
 the programme becomes linear in the pipeline-seconds `D_k = d_k·λ`: minimise the latency λ with
-`Σ_k f[l, k] = 1` over the schemes k that hold length l, `Σ_l W[l, k]·f[l, k] <= D_k` and, for every
+`Σ_k f[r, k] = 1` over the schemes k that hold run r, `Σ_r W[r, k]·f[r, k] <= D_k` and, for every
 device type t, `Σ_k N[k, t]·D_k <= λ·N_t`. It is the limit of the paper's programme for ever finer
 steps, takes milliseconds instead of minutes, and allows several device types.
 
-With bubbles, a pipeline of scheme k gives only `λ - lost_k` of its time to work and holds no
-sequence that alone takes longer than λ; then λ is found by bisection.
+Bubbles don't count, any fraction of a pipeline may be used and a run counts as its shortest
+sequence, so no plan and no assignment of these sequences is faster: `work_lower_bound_s`.
 """
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
+from numpy.typing import ArrayLike
 
+from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.planner.linear_program import LinearProgram
 
-__all__ = ["AverageWork", "FractionalPlan", "fractional_plan"]
+__all__ = ["FractionalPlan", "Scheme", "SchemeTable", "SequenceRuns", "work_lower_bound_s"]
 
-_NUM_BISECTIONS = 6
+_SPREAD = 0.03
+"""Most by which lengths of a run differ, as a share; that hardly lowers bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class AverageWork:
-    """The work of an average iteration, by length interval and scheme."""
+class Scheme:
+    """One way to run a pipeline: its cost and the devices it takes."""
 
+    cost: PipelineCost
+    """Latency coefficients and limits."""
+    devices: tuple[tuple[str, int], ...]
+    """Device types and how many of each; the stages of one pipeline may use several types."""
+
+
+class SchemeTable:
+    """K schemes on a cluster, as arrays.
+
+    Args:
+        schemes: The schemes.
+        num_devices: How many devices of each type there are.
+    """
+
+    def __init__(self, schemes: Sequence[Scheme], num_devices: Mapping[str, int]) -> None:
+        self.costs = [scheme.cost for scheme in schemes]
+        self.table = CostTable.of(self.costs)
+        rows = [dict(scheme.devices) for scheme in schemes]
+        types = sorted({*num_devices, *(name for row in rows for name in row)})
+        self.devices: IntArray = np.array(
+            [[row.get(name, 0) for name in types] for row in rows], np.int64
+        ).reshape(len(rows), len(types))
+        """[K, types] devices of each type that a pipeline takes."""
+        self.available: IntArray = np.array([num_devices.get(name, 0) for name in types])
+        """[types] devices of the cluster."""
+        self.usable: BoolArray = np.asarray((self.devices <= self.available).all(axis=1))
+        """[K] whether the cluster has the devices of one pipeline."""
+
+    def alone_s(self, longest: IntArray) -> FloatArray:
+        """Return the least seconds of sequences [...] that have a pipeline to themselves, [...]."""
+        fits = self.usable & (longest[..., None] <= self.table.max_len)
+        least_s: FloatArray = np.where(fits, self.table.alone_s(longest), np.inf).min(axis=-1)
+        return least_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceRuns:
+    """R runs of sequences of nearly equal length, longest first, on K kinds of pipeline."""
+
+    table: CostTable
+    """The K kinds."""
+    least: IntArray
+    """[R] least length of each run."""
+    counts: IntArray
+    """[R] number of sequences of each run."""
+    tokens: IntArray
+    """[R] tokens of each run."""
     work_s: FloatArray
-    """[S, K] seconds of a stage on one pipeline of the scheme."""
-    alone_s: FloatArray
-    """[S, K] seconds of one sequence of the interval alone on the scheme, bubbles included."""
-    fits: BoolArray
-    """[S, K] whether the interval's longest sequence fits."""
-    lost_s: FloatArray
-    """[K] seconds a pipeline loses to bubbles and constants."""
-    devices: FloatArray
-    """[K, types] devices of each type that a pipeline takes."""
-    available: FloatArray
-    """[types] devices of the cluster."""
+    """[R, K] seconds of a stage for each run, on each kind, without c."""
+
+    @classmethod
+    def of(cls, lengths: IntArray, table: CostTable) -> Self:
+        """Cut the sequences into runs."""
+        ordered, ends = np.sort(lengths)[::-1], [0]
+        while ends[-1] < len(ordered):
+            limit = ordered[ends[-1]] * (1 - _SPREAD)
+            ends.append(int(np.searchsorted(-ordered, -limit, side="right")))
+        starts, ends = ends[:-1], ends[1:]
+        return cls(
+            table=table,
+            least=ordered[np.array(ends) - 1],
+            counts=np.diff([0, *ends]),
+            tokens=np.add.reduceat(ordered, starts),
+            work_s=np.add.reduceat(table.times_s(ordered), starts, axis=0),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,73 +108,45 @@ class FractionalPlan:
     counts: FloatArray
     """[K] pipelines of each scheme."""
     latency_s: float
-    """Seconds of an iteration on them."""
+    """Seconds of the sequences' work on them."""
+
+    @classmethod
+    def of(cls, lengths: IntArray, schemes: SchemeTable) -> Self | None:
+        """Return the best fractional plan for some sequences; None if one fits no scheme."""
+        table = schemes.table
+        runs = SequenceRuns.of(lengths, table)
+        fits = schemes.usable & (runs.least[:, None] <= table.max_len)
+        if not fits.any(axis=1).all():
+            return None
+        # Every micro-batch takes c, and holds MaxLen tokens at most.
+        work_s = runs.work_s + table.c * runs.tokens[:, None] / table.max_len
+        program = LinearProgram()
+        shares = program.add_variables(upper=fits.astype(float).ravel()).reshape(fits.shape)
+        seconds = program.add_variables(upper=np.full(len(schemes.costs), np.inf))
+        (latency,) = program.add_variables(upper=np.inf, cost=1.0)
+        for row, can in zip(shares, fits, strict=True):
+            program.add_row(row[can], 1.0, lower=1.0, upper=1.0)
+        for k, can in enumerate(fits.T):
+            program.add_row([*shares[can, k], seconds[k]], [*work_s[can, k], -1.0], upper=0.0)
+        for devices, available in zip(schemes.devices.T, schemes.available, strict=True):
+            program.add_row([*seconds, latency], [*devices, -available], upper=0.0)
+        solution = program.minimize()
+        latency_s = max(solution.objective, 1e-12)
+        return cls(counts=solution.values[seconds] / latency_s, latency_s=latency_s)
 
 
-def fractional_plan(work: AverageWork, *, with_bubbles: bool) -> FractionalPlan | None:
-    """Return the best fractional plan, or None if some length fits no scheme."""
-    if not work.fits.any(axis=1).all():
-        return None
-    base = _without_bubbles(work)
-    if not with_bubbles:
-        return base
-    low_s, high_s = base.latency_s, base.latency_s
-    best = None
-    # Bubbles only add time, so the latency without them is a lower bound.
-    while best is None:
-        high_s *= 1.5
-        best = _with_bubbles(work, high_s)
-    for _ in range(_NUM_BISECTIONS):
-        middle_s = (low_s + high_s) / 2
-        found = _with_bubbles(work, middle_s)
-        if found is None:
-            low_s = middle_s
-        else:
-            best, high_s = found, middle_s
-    return best
+def work_lower_bound_s(
+    lengths: ArrayLike, schemes: Sequence[Scheme], num_devices: Mapping[str, int]
+) -> float:
+    """Return seconds below which the devices can't do the work; infinite if they never can.
 
-
-def _without_bubbles(work: AverageWork) -> FractionalPlan:
-    program = LinearProgram()
-    seconds = _add_shares(program, work, work.fits)
-    (latency,) = program.add_variables(upper=np.inf, cost=1.0)
-    for devices, available in zip(work.devices.T, work.available, strict=True):
-        program.add_row([*seconds, latency], [*devices, -available], upper=0.0)
-    solution = program.minimize()
-    latency_s = max(solution.objective, 1e-12)
-    return FractionalPlan(counts=solution.values[seconds] / latency_s, latency_s=latency_s)
-
-
-def _with_bubbles(work: AverageWork, latency_s: float) -> FractionalPlan | None:
-    """Return the plan of a latency with the smallest share of the devices; None without any."""
-    allowed = work.fits & (work.alone_s <= latency_s)
-    left_s = latency_s - work.lost_s
-    allowed &= left_s > 0
-    if not allowed.any(axis=1).all():
-        return None
-    program = LinearProgram()
-    seconds = _add_shares(program, work, allowed)
-    (share,) = program.add_variables(upper=1.0, cost=1.0)
-    per_second = work.devices / np.maximum(left_s, 1e-12)[:, None]
-    for devices, available in zip(per_second.T, work.available, strict=True):
-        program.add_row([*seconds, share], [*devices, -available], upper=0.0)
-    solution = program.minimize()
-    if not len(solution.values):
-        return None
-    return FractionalPlan(
-        counts=solution.values[seconds] / np.maximum(left_s, 1e-12), latency_s=latency_s
-    )
-
-
-def _add_shares(program: LinearProgram, work: AverageWork, allowed: BoolArray) -> IntArray:
-    """Add shares f and pipeline-seconds D with their rows; return the D variables [K]."""
-    num_schemes = allowed.shape[1]
-    shares = program.add_variables(upper=allowed.astype(float).ravel()).reshape(allowed.shape)
-    seconds = program.add_variables(upper=np.full(num_schemes, np.inf))
-    for row, is_allowed in zip(shares, allowed, strict=True):
-        program.add_row(row[is_allowed], 1.0, lower=1.0, upper=1.0)
-    for k in range(num_schemes):
-        usable = allowed[:, k]
-        columns = [*shares[usable, k], seconds[k]]
-        program.add_row(columns, [*work.work_s[usable, k], -1.0], upper=0.0)
-    return seconds
+    Args:
+        lengths: [B] tokens of the iteration's sequences.
+        schemes: Schemes that a pipeline may have.
+        num_devices: How many devices of each type there are.
+    """
+    sizes, table = as_lengths(lengths), SchemeTable(schemes, num_devices)
+    found = FractionalPlan.of(sizes, table)
+    if found is None:
+        return math.inf
+    return max(float(table.alone_s(sizes.max())), found.latency_s)

@@ -1,9 +1,9 @@
-"""Pull and push by collectives the units that a shard group's ranks divide evenly among them.
+"""Pull and push by collectives those units that the ranks of a shard group divide evenly.
 
-Pieces that differ by a row are padded to one size if that costs little (`MOST_PADDING`). A unit is
-then a matrix with one row for each member. A pull is one all-gather. A push is one all-to-all,
-after which the owner adds up what it got in pipeline order, or one reduce-scatter. Packing takes a
-few operations per parameter, whatever the number of ranks.
+Pieces that differ by a row are padded to one size if the padding is small (`MOST_PADDING`). A unit
+is then a matrix with one row for each member of the group. A pull is one all-gather. A push is one
+all-to-all, after which the owner sums the received gradients in pipeline order, or one
+reduce-scatter. Packing takes a few operations per parameter, whatever the number of ranks.
 
 For shard groups see `exchange.transfers.ShardGroup`. Under tensor parallelism, parameters that
 every rank of a stage holds whole, such as norms, are divided among the stage's shard groups; after
@@ -30,10 +30,11 @@ from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, 
 __all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit"]
 
 _MOST_TIMED = 16
-"""Most senders of a piece for which waits are recorded by peer: a search for a slow link probes no
-more at once."""
+"""Largest number of senders of a piece for which waits are recorded by peer: a search for a slow
+link probes no more links at once."""
 _ADDED_IN_TURN = 64
-"""Most pipelines that are summed one after another, as messages are; more are summed by pairs."""
+"""Largest number of pipelines that are summed one after another, as messages are; more are summed
+pairwise."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,9 @@ class _Rows:
     width: int
     """Rows of each piece, padding included."""
     padded: Tensor | None
-    """For each row of all padded pieces the parameter's row; None if there is no padding."""
+    """For each row of all padded pieces the row of the parameter; None without padding."""
     real: Tensor | None
-    """For each row of the parameter its row among the padded ones; None if there is no padding."""
+    """For each row of the parameter its row among the padded pieces; None without padding."""
 
     @classmethod
     def of(cls, pieces: Sequence[Interval], device: torch.device) -> Self:
@@ -80,7 +81,7 @@ class EvenPieces:
     ) -> None:
         self.members = members
         self.own_index = members.index(store.global_rank)
-        # Parameters that are divided alike share one object.
+        # Parameters that are divided in the same way share one object.
         layouts = {id(pieces): pieces for pieces in own_rows}
         known = {key: _Rows.of(pieces, store.device) for key, pieces in layouts.items()}
         self._rows = [known[id(pieces)] for pieces in own_rows]
@@ -148,7 +149,7 @@ class EvenPieces:
 
 @dataclass(frozen=True, kw_only=True)
 class EvenWay:
-    """How units of one kind travel in this rank's shard group, then between its stage's ranks."""
+    """The way of one kind of units: in this rank's shard group, then between its stage's ranks."""
 
     group: dist.ProcessGroup
     """The communicator of the shard group."""
@@ -160,10 +161,10 @@ class EvenWay:
     part_indices: tuple[int, ...] = ()
     """The indices of these parameters in the unit."""
     stage_group: dist.ProcessGroup | None = None
-    """The communicator of the stage, on which nothing else travels while a layer waits."""
+    """The communicator of the stage; nothing else uses it while a layer waits for weights."""
 
     def narrow(self, tensors: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
-        """Return views of the rows that the shard group exchanges, in tensors shaped as weights."""
+        """Return views of the rows that the shard group exchanges, from tensors like weights."""
         return [
             item
             if spec.shape and item.shape[spec.cut_dim] == stop - start
@@ -183,7 +184,7 @@ class _EvenUnit:
     options: ExchangeOptions
     _work: dist.Work | None = None
     _given: Tensor | None = None
-    """What is being sent; must stay alive until then."""
+    """What is being sent; it must stay in memory until it has left."""
     _received: Tensor | None = None
 
     travels = True
@@ -203,7 +204,7 @@ class _EvenUnit:
 
     @cached_property
     def _senders(self) -> list[tuple[int, int]]:
-        """The peers that may be late, with the bytes of each; none if they are too many."""
+        """The peers that may be late, each with its bytes; none if there are too many peers."""
         return self._timed(self.way.pieces.members, self.options.dtype)
 
     def _timed(self, senders: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
@@ -243,13 +244,13 @@ class GatheredUnit(_EvenUnit):
 
     @cached_property
     def _kept(self) -> list[Tensor]:
-        """The rows kept here, also for others, that are views of the compute weights."""
+        """The rows that are kept here as standby and are views of the compute weights."""
         names = [spec.name for spec in self.unit.specs if self.unit.kind.has_standbys]
         return [self.weights.home(name) for name in names if name in self.weights.shared]
 
     @cached_property
     def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's parts of the parameters that its whole stage holds, and these parameters."""
+        """This rank's parts of the parameters that its whole stage holds; then these parameters."""
         indices, wholes = self.way.part_indices, self._views[1]
         return [self._shared[index] for index in indices], [wholes[index] for index in indices]
 
@@ -265,7 +266,7 @@ class GatheredUnit(_EvenUnit):
     def wait(self) -> None:
         """Wait for the weights, and copy them into the compute weights.
 
-        A standby's copy stays as it is: an owner's rows in its place would hide that they differ.
+        A standby's rows stay as they are: overwriting them by the owner's would hide a difference.
         """
         assert self._received is not None
         self._wait_for_others()
@@ -324,12 +325,12 @@ class ScatteredUnit(_EvenUnit):
         """Return the sum of this rank's row of the rectangle."""
         received, own_index = self._received, self.way.pieces.own_index
         assert received is not None
-        if self.options.kind is ExchangeKind.REDUCE_SCATTER:  # It was summed on its way.
+        if self.options.kind is ExchangeKind.REDUCE_SCATTER:  # The backend has summed it.
             return received.to(dtype)
-        own = received[own_index]  # Rounded like the rest, as the other keeper gets it.
+        own = received[own_index]  # Rounded like what the other keeper of the rows gets.
         if not self.unit.kind.has_standbys:
             rows = self.way.pieces.own_rows_of(self._gradients(), self.unit.specs)
-            own = self.way.pieces.pack_own(rows, dtype)  # Not rounded: it doesn't travel.
+            own = self.way.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
         if len(received) > _ADDED_IN_TURN:
             rectangle = received.to(dtype)
             rectangle[own_index] = own
@@ -350,10 +351,10 @@ class ScatteredUnit(_EvenUnit):
 
 
 def _sum_by_pairs(rows: Tensor) -> Tensor:
-    """Return the sum of rows, the same bit for bit wherever in a row an element lies.
+    """Return the sum of rows, rounded in the same way for every element.
 
-    By operations on elements only, which a backend's own sum needn't be: neighbours, then their
-    sums, and so on.
+    It adds neighbouring rows, then their sums, and so on. A backend's own sum may round an element
+    differently, depending on its place in the row.
     """
     while len(rows) > 1:
         num_pairs = len(rows) // 2

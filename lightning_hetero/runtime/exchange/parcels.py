@@ -1,11 +1,12 @@
-"""Pull and push units of any owners and holders: a parcel per peer, in messages or a collective.
+"""Pull and push units whose owners and holders may be any ranks, with one parcel for each peer.
 
-Both ways move the same bytes, and sum gradients in the same order. A collective is a single call
-for any number of peers (`all_to_all_single`, which under NCCL sends nothing to a peer that gets
-nothing); messages tell which peer was late, and on gloo they are quicker among few ranks.
+Parcels travel in messages or in one collective; both ways move the same bytes, and sum gradients in
+the same order. A collective is a single call for any number of peers (`all_to_all_single`, which
+under NCCL sends nothing to a peer that gets nothing). Messages tell which peer was late, and on
+gloo they are quicker for a few ranks.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -13,12 +14,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 from lightning_hetero.exchange.slices import Interval, ParameterSpec
 from lightning_hetero.exchange.transfers import Unit
 from lightning_hetero.runtime.exchange.messages import (
     ExchangeOptions,
     split_works,
+    sum_dtype,
     wait_for_all,
 )
 from lightning_hetero.runtime.slices.host_memory import end_to_end
@@ -29,58 +32,50 @@ from lightning_hetero.runtime.slices.weights import (
     narrow_rows,
 )
 
-__all__ = ["Parcel", "ParcelUnit", "Parcels", "Part", "PulledParcels", "SentPart"]
+__all__ = ["Parcel", "Parcels", "Part", "PulledParcels", "PushedParcels"]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Rows of one parameter in a parcel."""
+    """Some rows of one parameter in a parcel."""
 
     index: int
     """Index of the parameter in its unit."""
-    numel: int
     held: Interval
-    """The rows in this rank's shard, if it holds them; else (0, 0)."""
+    """The position of these rows in this rank's shard, if it holds them; else (0, 0)."""
     owned: Interval
-    """The rows in this rank's slice, if it keeps them; else (0, 0)."""
+    """Their position in this rank's slice, if it keeps them; else (0, 0)."""
     is_whole_slice: bool
-    """Whether they are all that this rank keeps."""
+    """Whether they are all rows of the parameter that this rank keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Parts of a unit that go together from one rank to another, or stay on a rank."""
+    """Parts of a unit that travel together from one rank to another, or stay on one rank."""
 
     source: int
     destination: int
     pipeline_index: int
-    """Pipeline of the holder."""
+    """Pipeline of the rank that holds the parts."""
     parts: tuple[Part, ...]
-    sizes: tuple[int, ...]
-    """Elements of each part."""
     numel: int
-
-    def split(self, buffer: Tensor) -> Sequence[Tensor]:
-        """Return a buffer's elements part by part, each in one dim."""
-        return buffer.split_with_sizes(self.sizes)
 
 
 class Parcels:
-    """The parcels that a rank sends, receives and keeps of any unit of a kind, in pull or push.
+    """The parcels that a rank sends, receives and keeps for any unit of a kind.
 
     Args:
         unit: A unit of the kind.
         store: The rank's slices.
-        push: Whether they carry gradients to owners; else weights to holders.
+        push: Whether the parcels carry gradients to owners; else they carry weights to holders.
     """
 
     def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:
         rank = store.global_rank
-        names = [spec.name for spec in unit.specs]
         by_rank = [placement.holders.by_rank for placement in unit.kind.placements]
         holdings = [found.get(rank) for found in by_rank]
         held_rows = [() if item is None else item.intervals for item in holdings]
-        kept_rows = [store.kept[name] for name in names]
+        kept_rows = [store.kept[spec.name] for spec in unit.specs]
         found = []
         for move in unit.kind.moves(rank, push=push):
             source, destination = move.source, move.destination
@@ -89,29 +84,16 @@ class Parcels:
             for index, start, stop in move.pieces:
                 held = _local(held_rows[index], start, stop) if holder == rank else (0, 0)
                 owned = _local(kept_rows[index], start, stop) if owner == rank else (0, 0)
-                numel = (stop - start) * unit.kind.row_numels[index]
                 is_whole = kept_rows[index] == ((start, stop),)
-                parts.append(Part(index, numel, held, owned, is_whole))
-            sizes = tuple(part.numel for part in parts)
-            index = by_rank[move.pieces[0][0]][holder].pipeline_index
-            parcel = Parcel(source, destination, index, tuple(parts), sizes, sum(sizes))
-            found.append(parcel)
+                parts.append(Part(index, held, owned, is_whole))
+            index, numel = by_rank[parts[0].index][holder].pipeline_index, unit.kind.numel(move)
+            found.append(Parcel(source, destination, index, tuple(parts), numel))
         self.leaving = tuple(p for p in found if p.source == rank != p.destination)
         self.arriving = tuple(p for p in found if p.source != rank == p.destination)
         self.kept = tuple(p for p in found if p.source == rank == p.destination)
         owned_here = (*self.arriving, *self.kept)
         self.summed = tuple(sorted(owned_here, key=lambda p: (p.pipeline_index, p.source)))
         """The parcels that arrive or are kept, in order of pipeline, then rank."""
-        contents = {tuple(part.index for part in parcel.parts) for parcel in self.summed}
-        self.has_whole_slices = len(contents) <= 1 and all(
-            part.is_whole_slice for parcel in self.summed for part in parcel.parts
-        )
-        """Whether `summed` are all whole slices of the same parameters."""
-        self.indices_leaving, self.indices_arriving, self.indices_kept = (
-            tuple(sorted({part.index for parcel in parcels for part in parcel.parts}))
-            for parcels in (self.leaving, self.arriving, self.kept)
-        )
-        """The parameters of which any rows leave, arrive and are kept."""
 
 
 def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
@@ -121,26 +103,15 @@ def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
 
 
 @dataclass
-class SentPart:
+class _Sent:
     """Rows that leave this rank, the same ones for each of its peers."""
 
     peers: list[int]
     rows: list[Tensor]
 
 
-class _Splits(NamedTuple):
-    """How a collective's buffers are divided among the members."""
-
-    given: list[int]
-    """Elements for each member."""
-    received: list[int]
-    """Elements from each member."""
-    arriving: list[tuple[int, int]]
-    """(member, elements) of the members that send anything, ascending."""
-
-
 @dataclass(eq=False)
-class ParcelUnit:
+class _ParcelUnit:
     """This rank's part in the exchanges of one unit: what it sends, receives and keeps."""
 
     unit: Unit
@@ -152,74 +123,78 @@ class ParcelUnit:
     """The communicator of all members of the unit; None if they use messages."""
     _receives: list[dist.Work] = field(default_factory=list, init=False)
     _sends: list[dist.Work] = field(default_factory=list, init=False)
-    _kept: list[Tensor] = field(default_factory=list, init=False)
+    _sent: list[Tensor] = field(default_factory=list, init=False)
     """Tensors that must stay alive while they are sent."""
+    _arrived: dict[int, Tensor] = field(default_factory=dict, init=False)
+    """What arrives from each peer, parts end to end."""
 
     @property
     def travels(self) -> bool:
         """Whether this rank takes part in a communication."""
         return bool(self.group is not None or self.parcels.leaving or self.parcels.arriving)
 
-    def _names(self, indices: Iterable[int]) -> set[str]:
-        return {self.unit.specs[index].name for index in indices}
+    def _names(self, parcels: Iterable[Parcel]) -> set[str]:
+        return {self._spec(part).name for parcel in parcels for part in parcel.parts}
 
     def _spec(self, part: Part) -> ParameterSpec:
         return self.unit.specs[part.index]
 
-    def _exchange(self, sent: Sequence[SentPart]) -> list[Tensor]:
-        """Post sends and receives; return the buffers in which parcels arrive, in their order."""
+    def _exchange(self, sent: Sequence[_Sent]) -> None:
+        """Post sends and receives."""
         if self.group is None:
-            return self._exchange_messages(sent)
-        return self._exchange_together(self.group, sent)
+            self._exchange_messages(sent)
+        else:
+            self._exchange_together(self.group, sent)
 
-    def _exchange_messages(self, sent: Sequence[SentPart]) -> list[Tensor]:
-        group, operations, buffers = self.options.group, [], []
+    def _exchange_messages(self, sent: Sequence[_Sent]) -> None:
+        group, operations = self.options.group, []
         # Receives first: gloo sends at once what a peer waits for, without a round trip.
         for parcel in self.parcels.arriving:
-            buffers.append(self._empty(parcel.numel))
-            operations.append(dist.P2POp(dist.irecv, buffers[-1], parcel.source, group))
+            self._arrived[parcel.source] = self._empty(parcel.numel)
+            given = self._arrived[parcel.source]
+            operations.append(dist.P2POp(dist.irecv, given, parcel.source, group))
         for item in sent:
-            self._kept.append(self._packed(item.rows))
+            self._sent.append(self._packed(item.rows))
             operations += [
-                dist.P2POp(dist.isend, self._kept[-1], peer, group) for peer in item.peers
+                dist.P2POp(dist.isend, self._sent[-1], peer, group) for peer in item.peers
             ]
         if operations:
             works = dist.batch_isend_irecv(operations)
             self._receives, self._sends = split_works(operations, works)
-        return buffers
 
-    def _exchange_together(
-        self, group: dist.ProcessGroup, sent: Sequence[SentPart]
-    ) -> list[Tensor]:
+    def _exchange_together(self, group: dist.ProcessGroup, sent: Sequence[_Sent]) -> None:
         rows = {peer: item.rows for item in sent for peer in item.peers}
         leaving = [row for peer in sorted(rows) for row in rows[peer]]
         given = self._packed(leaving) if leaving else self._empty(0)
-        splits = self._splits
-        received = self._empty(sum(splits.received))
+        giving, receiving = self._splits
+        received = self._empty(sum(receiving))
         work = dist.all_to_all_single(
-            received, given, splits.received, splits.given, group=group, async_op=True
+            received, given, receiving, giving, group=group, async_op=True
         )
-        self._receives, self._kept = [work], [given]
-        parts = received.split_with_sizes([numel for _, numel in splits.arriving])
-        by_source = {source: part for (source, _), part in zip(splits.arriving, parts, strict=True)}
-        return [by_source[parcel.source] for parcel in self.parcels.arriving]
+        self._receives, self._sent = [work], [given]
+        self._arrived = dict(
+            zip(self.unit.kind.members, received.split_with_sizes(receiving), strict=True)
+        )
 
     @cached_property
-    def _splits(self) -> "_Splits":
-        members, parcels = self.unit.kind.members, self.parcels
-        to = {parcel.destination: parcel.numel for parcel in parcels.leaving}
-        come = {parcel.source: parcel.numel for parcel in parcels.arriving}
-        return _Splits(
-            given=[to.get(peer, 0) for peer in members],
-            received=[come.get(peer, 0) for peer in members],
-            arriving=sorted(come.items()),
-        )
+    def _splits(self) -> tuple[list[int], list[int]]:
+        """Elements for each member of a collective, and from each."""
+        to = {parcel.destination: parcel.numel for parcel in self.parcels.leaving}
+        come = {parcel.source: parcel.numel for parcel in self.parcels.arriving}
+        members = self.unit.kind.members
+        return [to.get(peer, 0) for peer in members], [come.get(peer, 0) for peer in members]
 
     def _packed(self, rows: Sequence[Tensor]) -> Tensor:
         return end_to_end(rows, self.options.dtype, self.store.device)
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.options.dtype, device=self.store.device)
+
+    def _take(self, parcel: Parcel, like: Sequence[Tensor]) -> list[Tensor]:
+        """Return the parts of a parcel that has arrived, shaped like others, and let it go."""
+        arrived = self._arrived.pop(parcel.source)
+        parts = _unflatten_dense_tensors(arrived, like)  # type: ignore[no-untyped-call]
+        return list(parts)
 
     def _wait_for_arrivals(self) -> None:
         if not self.parcels.arriving:
@@ -233,48 +208,39 @@ class ParcelUnit:
         """Wait until everything sent has left."""
         for work in (*self._receives, *self._sends):
             work.wait()
-        self._receives, self._sends, self._kept = [], [], []
+        self._receives, self._sends, self._sent = [], [], []
+        self._arrived.clear()
 
 
 @dataclass
 class _Views:
-    """Views into slices and compute weights, made once: their memory never moves."""
+    """Views into slices and compute weights, which never move in memory, so are made once."""
 
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of rows that are both owned and held here."""
-    sending: list[SentPart]
+    sending: list[_Sent]
     """What is sent; peers that need the same rows share one buffer."""
-    targets: list[Tensor]
-    """The rows that each arriving part fills, flattened to one dim if that is a view."""
-    are_lines: bool
-    """Whether all targets have one dim."""
+    targets: list[list[Tensor]]
+    """The rows that the parts of each arriving parcel fill."""
 
 
-class PulledParcels(ParcelUnit):
+class PulledParcels(_ParcelUnit):
     """A unit whose weights arrive from their owners as parcels."""
-
-    _buffers: list[Tensor]
 
     @cached_property
     def arriving_weights(self) -> dict[str, nn.Parameter]:
         """The compute weights that a pull brings up to date."""
-        kept = self._names(self.parcels.indices_kept) - self.weights.shared
-        names = kept | self._names(self.parcels.indices_arriving)
+        kept = self._names(self.parcels.kept) - self.weights.shared
+        names = kept | self._names(self.parcels.arriving)
         return {name: self.weights.shards[name] for name in names}
 
     @cached_property
     def _views(self) -> _Views:
-        sending: dict[tuple[Part, ...], SentPart] = {}
+        sending: dict[tuple[Part, ...], _Sent] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
-                rows = [_in_line(self._of_slice(part)) for part in parcel.parts]
-                sending[parcel.parts] = SentPart([], rows)
+                sending[parcel.parts] = _Sent([], [*map(self._of_slice, parcel.parts)])
             sending[parcel.parts].peers.append(parcel.destination)
-        targets = [
-            _in_line(self._of_shard(part))
-            for parcel in self.parcels.arriving
-            for part in parcel.parts
-        ]
         return _Views(
             copies=[
                 (self._of_shard(part), self._of_slice(part))
@@ -283,8 +249,7 @@ class PulledParcels(ParcelUnit):
                 if self._spec(part).name not in self.weights.shared
             ],
             sending=list(sending.values()),
-            targets=targets,
-            are_lines=all(target.ndim == 1 for target in targets),
+            targets=[[*map(self._of_shard, parcel.parts)] for parcel in self.parcels.arriving],
         )
 
     def _of_slice(self, part: Part) -> Tensor:
@@ -305,22 +270,119 @@ class PulledParcels(ParcelUnit):
         elif copies:
             targets, sources = zip(*copies, strict=True)
             torch._foreach_copy_(targets, sources)
-        self._buffers = self._exchange(self._views.sending)
+        self._exchange(self._views.sending)
 
     def wait(self) -> None:
         """Wait for the weights, and copy them into the compute weights."""
         self._wait_for_arrivals()
-        arrived = zip(self.parcels.arriving, self._buffers, strict=True)
-        parts = [part for parcel, buffer in arrived for part in parcel.split(buffer)]
-        targets = self._views.targets
-        if not self._views.are_lines:
-            pairs = zip(parts, targets, strict=True)
-            parts = [part.view(target.shape) for part, target in pairs]
-        if parts:
-            torch._foreach_copy_(targets, parts)
-        self._buffers = []
+        for parcel, targets in zip(self.parcels.arriving, self._views.targets, strict=True):
+            torch._foreach_copy_(targets, self._take(parcel, targets))
 
 
-def _in_line(rows: Tensor) -> Tensor:
-    """Return rows flattened to one dim if that is a view, else as they are."""
-    return rows.view(-1) if rows.is_contiguous() else rows
+_Places = list[tuple[nn.Parameter, int, int, int]]
+"""Weights that are held here, and which part of its gradient goes: dim, first row, rows."""
+
+
+class _Summand(NamedTuple):
+    """A parcel that arrives or is kept."""
+
+    parcel: Parcel
+    names: list[str]
+    """The parameter of each part."""
+    like: list[Tensor]
+    """Tensors on the meta device, shaped like the parts."""
+    places: _Places | None
+    """None if it arrives."""
+
+
+class PushedParcels(_ParcelUnit):
+    """A unit whose gradients go to their owners as parcels."""
+
+    @property
+    def leaving(self) -> set[str]:
+        """The parameters whose gradients leave this rank."""
+        return self._names(self.parcels.leaving)
+
+    def post(self) -> None:
+        """Post the gradients that leave this rank, which must be final; others needn't be."""
+        self._exchange([_Sent([peer], _gradients(places)) for peer, places in self._leaving])
+
+    @cached_property
+    def _leaving(self) -> list[tuple[int, _Places]]:
+        """The destination of each parcel that leaves, and what it has."""
+        return [(item.destination, self._places_of(item)) for item in self.parcels.leaving]
+
+    def _places_of(self, parcel: Parcel) -> _Places:
+        specs = ((self._spec(part), *part.held) for part in parcel.parts)
+        shards = self.weights.shards
+        return [(shards[spec.name], spec.cut_dim, a, b - a) for spec, a, b in specs]
+
+    @cached_property
+    def _summands(self) -> list[_Summand]:
+        """All parcels that arrive or are kept, in order of pipeline, then rank."""
+        found = []
+        for parcel in self.parcels.summed:
+            names = [self._spec(part).name for part in parcel.parts]
+            like = [self._kept_rows(self.store.masters, part) for part in parcel.parts]
+            shapes = [torch.empty(rows.shape, device="meta") for rows in like]
+            is_own = parcel.source == self.store.global_rank
+            found.append(
+                _Summand(parcel, names, shapes, self._places_of(parcel) if is_own else None)
+            )
+        return found
+
+    def wait(self) -> None:
+        """Wait for the other holders' gradients."""
+        self._wait_for_arrivals()
+
+    def sum(self) -> dict[str, Tensor]:
+        """Return the gradients of what this rank keeps, summed in order of pipeline, then rank.
+
+        Where a standby must get the same sums, bit for bit, this rank's own gradients are rounded
+        like those that travel, and every sum starts from zero: 0 + -0 is 0, but -0 alone stays -0.
+        """
+        is_kept_twice = self.unit.kind.has_standbys
+        totals: dict[str, Tensor] = {}
+        for parcel, names, like, places in self._summands:
+            if places is None:
+                pieces = self._take(parcel, like)
+            else:
+                own = zip(_gradients(places), like, strict=True)
+                pieces = [i if i.ndim == rows.ndim else i.reshape(rows.shape) for i, rows in own]
+                if is_kept_twice:
+                    pieces = [piece.to(self.options.dtype) for piece in pieces]
+            into, added = [], []
+            for part, name, piece in zip(parcel.parts, names, pieces, strict=True):
+                if name not in totals:
+                    dtype = self._sum_dtypes[name]
+                    if part.is_whole_slice and not is_kept_twice:
+                        # Not used otherwise in this iteration, so it can become the sum itself.
+                        totals[name] = piece.detach().to(dtype)  # No view of what it's part of.
+                        continue
+                    shape = self.store.masters[name].shape
+                    totals[name] = torch.zeros(shape, dtype=dtype, device=piece.device)
+                into.append(self._kept_rows(totals, part))
+                added.append(piece)
+            if into:
+                torch._foreach_add_(into, added)
+        return totals
+
+    @cached_property
+    def _sum_dtypes(self) -> dict[str, torch.dtype]:
+        masters = {spec.name: self.store.masters[spec.name] for spec in self.unit.specs}
+        return {name: sum_dtype([master]) for name, master in masters.items()}
+
+    def _kept_rows(self, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
+        """Return a part's rows of tensors that are shaped like this rank's slices."""
+        spec = self._spec(part)
+        own = tensors[spec.name]
+        return own if part.is_whole_slice else narrow_rows(own, spec, *part.owned)
+
+
+def _gradients(places: _Places) -> list[Tensor]:
+    """Return rows of gradients; zeros where there is none."""
+    rows = []
+    for shard, dim, first, count in places:
+        gradient = torch.zeros_like(shard) if shard.grad is None else shard.grad
+        rows.append((gradient if gradient.ndim else gradient.view(1)).narrow(dim, first, count))
+    return rows

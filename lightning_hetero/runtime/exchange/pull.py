@@ -1,9 +1,9 @@
-"""Pull weights from the owners of slices into the plan, in order of need.
+"""Pull weights from the owners of slices to the stages that need them, in order of need.
 
-All messages of a pull are posted before the first layer runs, and a layer waits only for its own
-weights. Other code of a step that reads a weight, such as a penalty on weights, waits where it
-reads the weight. A `torch.profiler` trace shows the ranges "pull.post" and "pull.wait" with their
-units.
+All messages of a pull are posted before the first layer runs, and each layer waits only for its own
+weights. If other code of a step uses a weight, such as a penalty on weights, it waits when it reads
+the weight. A `torch.profiler` trace shows the ranges "pull.post" and "pull.wait" with the numbers
+of their units.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,8 +64,8 @@ class Pull:
     """Brings the weights of a rank's stages up to date.
 
     In each iteration every rank calls `start`, then `wait_unit` before a unit's weights are used,
-    then `finish`. A pull moves only units that were marked stale since the last one; before the
-    first pull, all are.
+    then `finish`. A pull moves only units that were marked stale (changed by an optimizer step or a
+    loaded checkpoint) since the last pull; at first all units are stale.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class Pull:
         if routes.table.trainable_units != routes.table.units:
             self._trainable = self._prepare(routes, routes.table.trainable_units)
         self._stale: dict[int, PulledUnit] | None = self._all
-        """The units that the next pull moves, each under all of its indices; None if there are
-        none."""
+        """The units that the next pull moves, by each of their indices (see `Unit.indices`); None
+        if no unit is stale."""
         self._posted: dict[PulledUnit, torch.cuda.Event | None] = {}
         """Units that were posted and not yet waited for; on CUDA with an event at the end of their
         packing and local copies."""
@@ -92,14 +92,15 @@ class Pull:
         self._seen: list[tuple[int, int]] = []
         """What `_marks` returned when the last pull ended."""
         self._versions = _versions_of(weights.shards)
-        """Version counter of each compute weight, which no step may change."""
+        """Version counter of each compute weight when it was made: a step must not change it."""
         self._is_marked = False
         """Whether weights that were posted are `_Arriving`."""
         self._num_started = 0
         self._arrived_bits: dict[str, int] | None = None
-        """Digests of the compute weights, in iterations that look for changed bits."""
+        """Digests of the compute weights, in iterations that check whether a step changes any of
+        their bits."""
         self._frozen_bits: dict[str, int] | None = None
-        """Digests of the frozen slices after an iteration that looked for changed bits."""
+        """Digests of the frozen slices after an iteration with that check."""
 
     def _prepare(self, routes: Routes, units: Sequence[Unit]) -> dict[int, PulledUnit]:
         found = {unit: routes.pulled(unit, self._weights) for unit in units}
@@ -152,7 +153,7 @@ class Pull:
                 self._posted[unit] = stream.mark()
 
     def _check_unchanged(self) -> None:
-        """Refuse slices that have changed and won't be pulled: holders would miss the change."""
+        """Refuse slices that were changed but not marked stale: holders would miss the change."""
         frozen_bits, self._frozen_bits = self._frozen_bits, None
         if self._stale is self._all:
             return

@@ -1,9 +1,10 @@
-"""Push gradients from the holders straight to the owners of slices, and sum them there.
+"""Push gradients from the holders directly to the owners of slices, and sum them there.
 
-During the last backward pass of a stage, a layer's push is posted as soon as the pass has left the
-layer. The owner sums the pipelines' pieces in fp32, or in the master's dtype if that is wider, and
-in pipeline order, so the result is the same bit for bit on every run. A `torch.profiler` trace
-shows the ranges "push.post" with their units, and "push.wait".
+During the last backward pass of a stage, the push of a layer is posted as soon as autograd has
+finished with the layer. The owner sums the pipelines' pieces in fp32, or in the master's dtype if
+that is wider, and in pipeline order, so the result is the same bit for bit on every run. A
+`torch.profiler` trace shows the ranges "push.post", with the numbers of their units, and
+"push.wait".
 """
 
 import weakref
@@ -40,7 +41,7 @@ class Push:
         """For each unit the parameters whose gradients leave this rank."""
         # The last unit is ready when the pass ends, so its gradients needn't be counted.
         self._counted = dict([*self._sent_by_unit.items()][:-1])
-        """The same for the units that may leave during the last backward pass."""
+        """The part of `_sent_by_unit` for units that may leave during the last backward pass."""
         self._waiting: list[int] = []
         self._ready: set[int] = set()
         self._later: Collection[str] = ()

@@ -1,13 +1,13 @@
 """Choose how each unit travels to and from this rank: by messages, or collectives of its members.
 
-A unit with shard groups (see `exchange.transfers`) takes one collective in each group; under
-BY_NODE the group's ranks on each node first sum their gradients in a collective of their own. All
-other units are sent in parcels, one for each peer, by messages or by one all-to-all.
+A unit with shard groups (see `exchange.transfers`) uses one collective in each group; under BY_NODE
+the group's ranks on each node first sum their gradients in a collective of their own. All other
+units travel in parcels, one for each peer, by messages or in one all-to-all.
 
 A collective needs a communicator of exactly the ranks of a shard group, or of a unit's members if
 it has no shard groups. `Communicators` makes these in set-up, at most `MAX_EXCHANGE_GROUPS` per
-rank; units without one go by messages. Few ranks on gloo use messages, which are quicker there and
-tell which peer was late (`MOST_BY_MESSAGES`).
+rank; units without one travel by messages. A few ranks on gloo use messages, which are quicker
+there and tell which peer was late (`MOST_BY_MESSAGES`).
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,7 @@ from lightning_hetero.runtime.exchange.even import (
     ScatteredUnit,
 )
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
-from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels
-from lightning_hetero.runtime.exchange.pushed_parcels import PushedParcels
+from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels, PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, local_rows
 
 __all__ = [
@@ -53,7 +52,7 @@ PushedUnit = ScatteredUnit | PushedParcels
 
 
 class Routes:
-    """Makes this rank's parts in pulls and pushes; decides once for each kind of unit.
+    """Makes this rank's parts in pulls and pushes; decides once for each kind of units.
 
     Args:
         table: The plan's transfer table.
@@ -81,7 +80,7 @@ class Routes:
         self._parcels: dict[tuple[UnitKind, bool], Parcels] = {}
 
     def pulled(self, unit: Unit, weights: ComputeWeights) -> PulledUnit | None:
-        """Return this rank's part in the pulls of a unit; None if it moves nothing of it."""
+        """Return this rank's part in the pulls of a unit; None if no rows of it move here."""
         if self._store.global_rank not in unit.kind.members:
             return None
         common = self._store, weights, self.options
@@ -110,7 +109,7 @@ class Routes:
         return self._even[key]
 
     def _even_way(self, unit: Unit, *, push: bool) -> EvenWay | None:
-        """Return how a kind of unit travels by `even`, or None; all ranks decide the same."""
+        """Return the `even` way of a kind of units, or None; the same on all ranks."""
         found = unit.kind.shard_groups(push=push)
         if found is None or any(self.options.group_of(i.members) is None for i in found):
             return None
@@ -146,7 +145,7 @@ class Routes:
         group: dist.ProcessGroup,
         held: tuple[Interval, ...],
     ) -> NodeWay | None:
-        """Return how a shard group pushes by node, or None; all ranks decide the same."""
+        """Return the way by node of a shard group, or None; the same on all ranks."""
         members, node_of_rank = shard_group.members, self.options.node_of_rank
         groups = groups_on_nodes(members, node_of_rank)
         if not groups or any(self.options.group_of(ranks) is None for ranks in groups):

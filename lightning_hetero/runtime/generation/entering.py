@@ -1,8 +1,8 @@
 """Make a process a member of a run: with all others at the first start, or as a joiner later.
 
 From then on Lightning gets the process's rank from each generation (`GenerationEnvironment`). The
-process also takes its part of the machine's cores: with two threads in each of four processes on
-two cores an iteration takes three times as long, since idle threads spin.
+process also takes its share of the machine's cores: with two threads in each of four processes on
+two cores an iteration takes three times as long, because idle threads spin.
 """
 
 import os
@@ -20,16 +20,15 @@ from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process import machine_namespace, name_membership
-from lightning_hetero.runtime.generation.joiners import (
+from lightning_hetero.runtime.generation.keeper import JOIN, tell_keeper
+from lightning_hetero.runtime.generation.log import Generation
+from lightning_hetero.runtime.generation.membership import (
+    LAYER_CALL,
     MOST_SILENT_S,
-    Admission,
-    Joiner,
+    Membership,
     begin_numbers,
     draw_number,
 )
-from lightning_hetero.runtime.generation.keeper import JOIN, tell_keeper
-from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import LAYER_CALL, Generation
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, interval_s
 
 __all__ = [
@@ -43,7 +42,7 @@ __all__ = [
 ]
 
 OPEN = "lightning_hetero/open membership"
-"""Key in the store, whose value is the prefix of the membership that processes may join."""
+"""Key in the store whose value is the prefix of the membership that processes may join."""
 _NUM_THREADS = "OMP_NUM_THREADS"
 _SHARED = "LIGHTNING_HETERO_SHARES_CORES"
 """Environment variable that is set if this package, not the user, has chosen the number of
@@ -51,7 +50,7 @@ threads."""
 
 
 def is_joiner() -> bool:
-    """Whether this process was started to join a run that trains, and hasn't yet."""
+    """Whether this process was started to join a running training, and hasn't joined yet."""
     return JOIN in os.environ
 
 
@@ -76,18 +75,18 @@ def open_membership(
 ) -> tuple[Membership, Heartbeat]:
     """Form the first generation of a new membership; return this process's part in it.
 
-    Every rank of the first start calls it. Tells the process's keeper, if it has one, and its
-    leases which member it is.
+    Every rank of the first start calls it. It also tells the process's keeper, if it has one, and
+    its leases which member the process is.
 
     Args:
-        met: The store in which the ranks have met, as `connect_store` returns it.
+        met: The store that all ranks have connected to, as `connect_store` returns it.
         environment: Knows this process's rank and the number of ranks.
-        facts: What this process runs; joiners must run the same.
-        silence_s: How late a heartbeat may be.
+        facts: What this process runs, by name; joiners must run the same.
+        silence_s: Seconds without a heartbeat after which a process counts as lost.
         patience_s: See `Membership`.
 
     Raises:
-        PeerError: See `Membership.form`.
+        PeerError: See `Membership.form_first`.
     """
     number, world_size = environment.global_rank(), environment.world_size()
     assert isinstance(met, PrefixStore)
@@ -99,13 +98,11 @@ def open_membership(
         server.set(OPEN, prefix)
     prefix = met.get("membership").decode()
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
-    node = str(environment.node_rank())
-    _find_node(own, otherwise=node)
-    admission = Admission(own, heartbeat, facts)
+    node = _find_node(own, otherwise=str(environment.node_rank()))
     membership = Membership(
-        own, number=number, node=node, admission=admission, patience_s=patience_s
+        own, heartbeat, node=node, facts=facts, silence_s=silence_s, patience_s=patience_s
     )
-    membership.form(range(world_size))
+    membership.form_first(world_size)
     where = f"{JOIN}={environment.main_address}:{environment.main_port}"
     rank_zero_info("The same script joins this run with %s.", where)
     return membership, heartbeat
@@ -122,8 +119,8 @@ def join_membership(
 
     Args:
         facts: What this process runs.
-        start_timeout: How long it may take until this process is let in.
-        silence_s: How late a heartbeat may be.
+        start_timeout: How long this process waits until it is admitted.
+        silence_s: Seconds without a heartbeat after which a process counts as lost.
         patience_s: See `Membership`.
 
     Raises:
@@ -133,13 +130,11 @@ def join_membership(
     prefix, server = _connect_to_run(start_timeout)
     number = draw_number(PrefixStore(prefix, server))
     own, heartbeat = _begin_beats(prefix, server, number, silence_s)
-    joiner = Joiner(own, heartbeat, facts)
     node = _find_node(own, otherwise=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
-    admission = Admission(own, heartbeat, facts)
     membership = Membership(
-        own, number=number, node=node, admission=admission, patience_s=patience_s
+        own, heartbeat, node=node, facts=facts, silence_s=silence_s, patience_s=patience_s
     )
-    membership.enter_called(joiner.wait_for_call(start_timeout.total_seconds()))
+    membership.join(start_timeout.total_seconds())
     # From now on it is a process like all others, also for what its script does after this fit.
     del os.environ[JOIN]
     return membership, heartbeat
@@ -180,7 +175,7 @@ def _begin_beats(
     own = PrefixStore(prefix, server.clone())  # type: ignore[attr-defined]
     heartbeat = Heartbeat(own, number=number, interval_s=interval_s(silence_s))
     heartbeat.begin()
-    # So that its connection exists, and isn't mistaken for one that groups open later.
+    # Wait until the heartbeat's connection exists, so that it isn't taken for one of a group's.
     heartbeat.has_begun.wait(10 * heartbeat.interval_s)
     return own, heartbeat
 
@@ -191,9 +186,9 @@ def _find_node(store: Store, *, otherwise: str) -> str:
 
 
 def share_cores(num_processes: int) -> None:
-    """Take this process's part of its machine's cores, never more than before.
+    """Take this process's share of its machine's cores, but never more than it had.
 
-    A number of threads that the user has chosen isn't changed.
+    A number of threads that the user has chosen stays.
     """
     if _NUM_THREADS in os.environ and _SHARED not in os.environ:
         return
@@ -206,7 +201,7 @@ def share_cores(num_processes: int) -> None:
 class GenerationEnvironment(ClusterEnvironment):
     """Tells Lightning the ranks of a generation, and sets them in `os.environ` for other code.
 
-    When it is made, this process takes its part of the machine's cores.
+    On creation, this process takes its share of the machine's cores.
 
     Args:
         first: The environment in which the processes were started.
@@ -218,7 +213,7 @@ class GenerationEnvironment(ClusterEnvironment):
         before = first if isinstance(first, GenerationEnvironment) else None
         self.first: ClusterEnvironment = first if before is None else before.first
         self.device_index: int = first.local_rank() if before is None else before.device_index
-        """Index of this process's device on its node; unlike the local rank it never changes."""
+        """Index of this process's device on its node; it never changes, unlike the local rank."""
         rank = generation.rank_of(number)
         assert rank is not None
         nodes = list(dict.fromkeys(item.node for item in generation.members))

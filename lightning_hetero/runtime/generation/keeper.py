@@ -1,22 +1,23 @@
 """The process that keeps a worker: starts it, outlives it, and tells the others when it dies.
 
-A launcher such as torchrun ends or restarts all processes when one of its own ends. So the process
-that it starts is a keeper, and the real worker is the keeper's child: the launcher doesn't notice
-if a worker dies. Started by `python -m lightning_hetero.keep`, the process is a keeper from the
-beginning; otherwise the process that begins the script becomes one, by `exec`, with the same
-process id. A keeper
+A launcher such as torchrun ends or restarts all its processes when one of them ends. So the process
+that it starts becomes a *keeper*, and the real worker is the keeper's child: the launcher doesn't
+notice if a worker dies. A process that was started by `python -m lightning_hetero.keep` is a keeper
+from the beginning. Otherwise the process that runs the script becomes one at its first `fit`, by
+`exec`, with the same process id. A keeper
 
 - starts its workers, which run the script from its beginning and die with the keeper
   (`PR_SET_PDEATHSIG`),
 - passes signals on to them,
-- serves the store if it is rank 0's keeper and torchrun's agent doesn't serve it,
-- tells the membership when a worker has died, and why, and ends a worker that others have given up,
-- starts a joiner on a lost worker's device, if the others go on and nobody has told it to end,
+- serves the store, if it is rank 0's keeper and torchrun's agent doesn't serve it,
+- records in the membership that a worker has died, and why, and kills a worker that the other
+  members count as gone,
+- starts a joiner on a lost worker's device, if the others go on and the keeper hasn't been told to
+  end,
 - ends when its workers and training have ended: with exit code 0 if training was finished, else
-with
-  a worker's exit code, on which the launcher can act.
+  with a worker's exit code, on which the launcher can act.
 
-It imports torch after its workers have started, and Lightning never. Linux only.
+It imports torch only after its workers have started, and never imports Lightning. Linux only.
 """
 
 import enum
@@ -35,6 +36,8 @@ from lightning_hetero.core.process import allow_files
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
+    from lightning_hetero.runtime.generation.log import Log
+
 __all__ = [
     "ALL_LEAVE",
     "BLOCKED",
@@ -47,29 +50,29 @@ __all__ = [
 ]
 
 JOIN = "LIGHTNING_HETERO_JOIN"
-"""Environment variable of a joiner: host:port of the store of the run that it is to join."""
+"""Environment variable of a joiner: host:port of the store of the run to join."""
 KEPT = "LIGHTNING_HETERO_KEPT"
 """Environment variable of a worker: where it tells its keeper which member of a run it is."""
 ALL_LEAVE = 14
-"""Exit code of all ranks of a run that have agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
+"""Exit code of all ranks of a run if they have agreed to leave (`failure.LEAVE_EXIT_CODE`)."""
 _LOOK_S = 0.2
-"""How often it looks into the store."""
+"""Seconds between two reads of the store."""
 _FIRST_WAIT_S, _WAIT_FACTOR, _LONGEST_WAIT_S = 5.0, 4.0, 600.0
-"""After the n-th loss on a device, seconds until the next process starts there: 5·4ⁿ⁻¹, at most
-600. Losses more than 3,600 s ago don't count."""
+"""Seconds before the next process is started on a device after its n-th loss: 5·4ⁿ⁻¹, at most 600.
+Losses more than an hour ago don't count."""
 _ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _HANDED_ON = _ENDING | {signal.SIGUSR1, signal.SIGUSR2}
 BLOCKED = _HANDED_ON | {signal.SIGCHLD, signal.SIGALRM}
-"""Signals that a keeper's loop waits for; blocked before it has threads."""
+"""Signals that a keeper's loop waits for; they are blocked before it has threads."""
 _FROM_TERMINAL = 0x80
 """`si_code` of signals from the system itself. Workers get these, too, since they go to the whole
 process group."""
 
 
 def joiner_variables(address: str) -> dict[str, str]:
-    """Return the variables that a joiner's environment has beside those of the first workers.
+    """Return the variables that a joiner's environment has besides those of the first workers.
 
-    They keep a joiner from doing rank 0's work before it has a rank.
+    They keep a joiner from acting as rank 0 before it has a rank.
 
     Args:
         address: host:port of the run's store.
@@ -86,10 +89,10 @@ class Worker:
     """A worker process, and what its keeper knows of it.
 
     Args:
-        start: Starts it and returns its process id. Gets the variables that its environment has
-            beside this process's, and a file descriptor that it inherits.
+        start: Starts it and returns its process id. Its arguments are environment variables that
+            are added to this process's, and a file descriptor that the worker inherits.
         more: Further variables of its environment.
-        ends_s: When earlier workers on its device ended, the latest last.
+        ends_s: The times at which earlier workers on its device ended, ascending.
     """
 
     def __init__(
@@ -106,9 +109,10 @@ class Worker:
         os.close(write)
         self._status: int | None = None
         self.member: tuple[str, int] | None = None
-        """The prefix of its membership, and its number as a member; None until it has told them."""
+        """The prefix of its membership, and its number as a member; None until it has reported
+        them."""
         self.died_in_training: bool | None = None
-        """Whether it died before training had ended; None until the membership has been told."""
+        """Whether it died before training had ended; None until the membership knows."""
         self.is_first = not ends_s
         """Whether it is a worker of the first start."""
         self.is_joiner = not self.is_first
@@ -117,7 +121,7 @@ class Worker:
         """Whether another worker was started on its device."""
 
     def look(self) -> None:
-        """Check whether it has ended, and read what it has told; called by one thread only."""
+        """Check whether it has ended, and read what it has reported; called by one thread only."""
         if self._status is not None:
             return
         pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -142,7 +146,7 @@ class Worker:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it has ended, but neither by itself nor together with all others."""
+        """Whether it was lost: it ended neither by itself nor together with all others."""
         return self.code not in (None, 0, ALL_LEAVE)
 
     def signal(self, number: int) -> None:
@@ -161,8 +165,8 @@ class Worker:
     def is_due(self) -> bool:
         """Whether its device has been unused for long enough after its losses.
 
-        A fault that kills each worker on a device costs all other ranks a generation each time. So
-        the wait grows: 5 s, 20 s, 80 s, …, 10 minutes.
+        Each new loss costs all other ranks a change of generation, so a fault that kills each
+        worker on a device must not recur often: 5 s, 20 s, 80 s, …, 10 minutes.
         """
         may_be_replaced = self.died_in_training or self.is_joiner
         if not self.is_lost or not may_be_replaced or self.is_replaced:
@@ -177,7 +181,7 @@ class Worker:
 
 
 class _Outlook(enum.Enum):
-    """What the membership says of a run in which a worker has died."""
+    """What the membership says about a run in which a worker has died."""
 
     GOES_ON = enum.auto()
     """Others go on."""
@@ -208,11 +212,13 @@ class Keeper:
         replaces: bool = False,
     ) -> None:
         self._workers = list(workers)
-        """The workers of the first start, then those that were started on their devices."""
+        """The workers of the first start, then those started in place of lost ones."""
         self._address, self._port, self._serves = address, port, serves
         self._replaces = replaces
         self._is_told_to_end = False
         self._woken = threading.Event()
+        self._logs: dict[str, Log] = {}
+        """The logs of the workers' memberships, by prefix."""
         self._seen: tuple[int, _Outlook | None] = (0, None)
         """The number of dead workers reported to the membership, and its answer."""
 
@@ -221,8 +227,8 @@ class Keeper:
         threading.Thread(target=self._watch_store, name="keeper-store", daemon=True).start()
         signal.setitimer(signal.ITIMER_REAL, _LOOK_S, _LOOK_S)
         while True:
-            # Not `sigtimedwait`: if this process is stopped and continues after the timeout, it
-            # reports a signal that never was, out of uninitialised memory.
+            # Not `sigtimedwait`: if this process is stopped and continues after the timeout, that
+            # returns a signal that was never sent, from uninitialised memory.
             received = signal.sigwaitinfo(BLOCKED)
             if received.si_signo in _HANDED_ON:
                 if received.si_code != _FROM_TERMINAL:
@@ -242,14 +248,15 @@ class Keeper:
             worker.signal(number)
 
     def _replace_lost(self) -> None:
-        """Start joiners on the devices of lost workers, if their time has come."""
+        """Start joiners on the devices of lost workers whose waiting time is over."""
         _, outlook = self._seen
         is_over = outlook in (_Outlook.ENDED, _Outlook.OVER)
         if is_over or self._is_told_to_end or not self._replaces:
             return
         for worker in [worker for worker in self._workers if worker.is_due]:
             joiner = worker.replaced(f"{self._address}:{self._port}")
-            # However often a device loses its worker, the first one and the latest are kept.
+            # Of the workers on a device, remember only the first and the latest, however many are
+            # lost.
             stay = [item for item in self._workers if item.is_first or item is not worker]
             self._workers = [*stay, joiner]
             text = f"process {joiner.pid} joins the run on the device of process {worker.pid}"
@@ -261,12 +268,12 @@ class Keeper:
         dead = self._dead()
         for worker in dead:
             if worker.member is None and not worker.is_joiner:
-                # It wasn't a member yet, and the run can't begin without it.
+                # It wasn't a member yet, so the run can't begin without it.
                 return worker.code
         if self._has_members():
             return None
         if any(worker.code == ALL_LEAVE for worker in self._workers):
-            return ALL_LEAVE  # Also if its own workers were lost before: nobody goes on.
+            return ALL_LEAVE  # Even if its own workers were lost before: nobody goes on.
         if not dead:
             return max(worker.code or 0 for worker in self._workers)
         num_told, outlook = self._seen
@@ -274,8 +281,8 @@ class Keeper:
             return None
         if outlook is _Outlook.GOES_ON and (self._serves or not self._is_told_to_end):
             return None
-        # Joiners that the run hasn't let in end with this process.
-        # A failure after training is the script's, whichever workers were lost before.
+        # Joiners that weren't admitted end with this process. If code after training has failed,
+        # the script has failed, whichever workers were lost before.
         failed = min(dead, key=lambda worker: worker.died_in_training is not False)
         return 0 if outlook is _Outlook.ENDED else failed.code
 
@@ -283,7 +290,7 @@ class Keeper:
         return [worker for worker in self._workers if worker.is_lost]
 
     def _has_members(self) -> bool:
-        """Whether a worker lives that this process must wait for, whatever becomes of the run."""
+        """Whether a worker is alive that must be waited for, whatever happens to the run."""
         return any(worker.code is None and not worker.is_joiner for worker in self._workers)
 
     # -- the thread that waits for the store ------------------------------------------------------
@@ -294,7 +301,7 @@ class Keeper:
 
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-        # Every member of the run is a client of the store, several times over.
+        # Every member of the run has several connections to the store.
         allow_files(os.getpid() if self._serves else os.getppid())
         try:
             store = TCPStore(
@@ -313,51 +320,53 @@ class Keeper:
             self._seen = len(self._workers), _Outlook.OVER
 
     def _look(self, store: "Store") -> None:
-        from torch.distributed.distributed_c10d import PrefixStore
-
-        from lightning_hetero.runtime.generation import joiners, records
-
         dead = self._dead()
-        # First report the dead: others wait for it.
+        # Report the dead first: others wait for that.
         for worker in sorted(self._workers, key=lambda item: item not in dead):
             if worker.member is None:
                 continue
             prefix, number = worker.member
-            of_run = PrefixStore(prefix, store)
-            if worker.is_joiner and not joiners.has_never_entered(of_run, number):
+            log = self._log_of(store, prefix)
+            state = log.read()
+            if worker.is_joiner and number not in state.asking:
                 worker.is_joiner = False
             if worker.code is None:
-                if records.reason_of(of_run, number) is not None:
-                    # The others have given it up, and it hasn't noticed.
+                if number in state.gone:
+                    # The other members count it as gone, and it hasn't noticed.
                     worker.signal(signal.SIGKILL)
             elif worker in dead and worker.died_in_training is None:
-                worker.died_in_training = not of_run.check([records.ENDED])
-                records.tell_gone(of_run, number, worker.describe_end())
+                worker.died_in_training = not state.ended
+                log.note("gone", number, worker.describe_end())
         self._seen = len(dead), None if self._has_members() else self._outlook(store, dead)
 
-    def _outlook(self, store: "Store", dead: Sequence[Worker]) -> _Outlook | None:
-        """Return what the membership says of the run of dead workers; None if they had none."""
+    def _log_of(self, store: "Store", prefix: str) -> "Log":
         from torch.distributed.distributed_c10d import PrefixStore
 
-        from lightning_hetero.runtime.generation import joiners, records
+        from lightning_hetero.runtime.generation.log import Log
 
+        if prefix not in self._logs:
+            self._logs[prefix] = Log(PrefixStore(prefix, store))
+        return self._logs[prefix]
+
+    def _outlook(self, store: "Store", dead: Sequence[Worker]) -> _Outlook | None:
+        """Return what the membership says about the run of dead workers; None if there are none."""
         outlooks = set()
         for worker in dead:
             if worker.member is None or worker.is_joiner:
                 continue
             prefix, number = worker.member
-            of_run = PrefixStore(prefix, store)
-            outlook = _Outlook.OVER
-            if joiners.has_never_entered(of_run, number):
-                # A joiner of somebody else's run: whoever started it learns at once that it failed.
+            state, outlook = self._log_of(store, prefix).read(), _Outlook.OVER
+            if number in state.asking:
+                # A joiner of a run that others keep: whoever started it should learn at once that
+                # it failed.
                 pass
-            elif of_run.check([records.ENDED]):
+            elif state.ended:
                 # If code that follows training fails, the script has failed.
                 outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
-            elif records.is_anybody_left(of_run):
+            elif state.is_anybody_left:
                 outlook = _Outlook.GOES_ON
             outlooks.add(outlook)
-        # Where one worker's end is a failure, so is this process's.
+        # If the end of one worker is a failure, so is the end of this process.
         return max(outlooks, key=lambda outlook: outlook.value, default=None)
 
 

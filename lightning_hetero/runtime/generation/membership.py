@@ -1,233 +1,222 @@
 """Agree on the members of a run: generations of members, recorded in a store that no member serves.
 
 A *member* is one process, with its own number for the whole run. A *generation* is a set of members
-that train together, and in it each has a rank. If a member is lost, leaves or joins, the generation
-ends, and the remaining members agree on the next one:
+that train together; each has a rank in it. If a member is lost, leaves or joins, the generation
+ends, and the remaining members agree on the next one by entries in a log (`log`):
 
-1. A member that has stopped using the old generation's groups writes that it is *here*. 2. A member
-is *gone* if anybody writes so: the member itself, its keeper, or a member that waits for
-   it and gets no heartbeat.
-3. As soon as every member of the old generation is here or gone, any of them proposes the next
-   generation: those that are here, and the joiners that were called for it (`joiners`). The first
-   proposal counts (`compare_set`), so all remaining members see the same generation.
+1. A member that has stopped using the old generation's groups records that it is *here*.
+2. A member is *gone* once anybody records that: the member itself, its keeper, or a member that
+   waits for it and sees no heartbeat (`ranks.heartbeat`).
+3. Once every member of the old generation is here or gone, any of them records that the next one
+   has *formed*: of those that are here, with the joiners that were called for it.
 4. A member that isn't in the new generation ends. It was frozen or cut off. It can't disturb the
-   others, since each generation uses process groups and names in the store of its own.
+   others, because each generation has its own process groups and its own names in the store.
 
-Example: of members 0, 1 and 2 the process of 1 is killed. Its keeper writes that 1 is gone; 0 and 2
-write that they are here, and propose {0, 2}, in which member 2 has rank 1.
+A process that wants to join, a *joiner*, first does alone what it can: it imports everything and
+builds its module. It draws a member's number, sends heartbeats under it, and *asks*: it records
+what it runs. Between two steps rank 0 looks for joiners. It *refuses* one that runs something else,
+and says why; it *admits* one that has sent heartbeats between two looks, so is alive. An
+iteration's agreement tells all ranks that joiners wait, and all stop after the same step. The first
+member that is here *calls* the admitted joiners, which then record that they are here, as members
+do. A generation that forms because a rank was lost calls no joiners; the next one does. A joiner
+that dies before it is called delays nobody; later, the others wait for it as long as for a lost
+rank's heartbeat.
 
-Because the store decides, two sides of a network partition never both train: the side that doesn't
-reach the store can't form a generation, and its old generation lacks ranks. If nobody reaches the
-store, nobody trains: all wait, and go on together if it comes back within `patience_s`, or end. The
-store is served by torchrun's agent, if the agent shares its store, or by the keeper (`keeper`) of
-rank 0's process. Both outlive every worker. If their node is lost, so is the store, and the run is
-restarted.
+Example: of members 0, 1 and 2, the process of 1 is killed. Its keeper records that 1 is gone; 0 and
+2 record that they are here, and that {0, 2} has formed, in which member 2 has rank 1.
+
+Because the store decides, the two sides of a network partition never both train: the side that
+doesn't reach the store can't form a generation, and its old one lacks ranks. If no member reaches
+the store, none trains: all wait, and go on together if it answers again within `patience_s`; else
+they end. The store is served by torchrun's agent, if the agent shares its store, or by the keeper
+(`keeper`) of rank 0's process. Both outlive every worker. If their node is lost, so is the store,
+and the run is restarted.
 """
 
+import logging
+import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_hetero.core.errors import PeerError
+from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process import Deadline
-from lightning_hetero.runtime.generation import joiners, records
-from lightning_hetero.runtime.generation.records import Generation, Member
+from lightning_hetero.runtime.generation.log import Generation, Log, State
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 
-__all__ = ["Membership"]
+__all__ = ["LAYER_CALL", "MOST_SILENT_S", "Membership", "begin_numbers", "draw_number"]
 
+_logger = logging.getLogger(__name__)
+
+LAYER_CALL = "layer call"
+"""Key of the description of a layer's call, which joiners make before they join."""
+MOST_SILENT_S = 30.0
+"""Seconds without a heartbeat after which a joiner is dropped, and without an answer of the store
+after which a joiner gives up."""
+_NUMBERS = "numbers"
+_LOOK_S = 0.01
+"""Seconds between two reads of the log."""
 _FEW, _LOOKS_OF_FEW, _LOOKS_OF_OTHERS = 8, 5, 50
-"""While members wait, the first 8 to come check for silent members in every 5th read, the others in
-every 50th: a check takes a call for each member, and most waits are over before it is needed."""
+"""While members wait, the first 8 check in every 5th read whether others are silent, the rest in
+every 50th: a check takes one call for each member, and most waits end before it is needed."""
+
+
+def begin_numbers(store: Store, num_first: int) -> None:
+    """Reserve the numbers of the members of the first start, which are their ranks."""
+    store.add(_NUMBERS, num_first)
+
+
+def draw_number(store: Store) -> int:
+    """Return a number for a new member, which no other member gets."""
+    return int(store.add(_NUMBERS, 1)) - 1
 
 
 class Membership:
-    """One member's part in the membership.
+    """One member's view of the membership.
 
     ::
 
-        membership = Membership(store, number=rank, node="0")
-        generation = membership.form(range(world_size), lambda _: False)
+        membership = Membership(store, heartbeat, node="0", facts=facts, silence_s=2.0)
+        generation = membership.form_first(world_size)  # or `join`
         ...  # a rank is lost
-        generation = membership.form(members, is_silent)
+        old, new = membership.form_next()
 
-    It is also the `Bulletin` of the generation's heartbeats. The main thread and the heartbeat's
-    thread share the store's client, so each call is short.
+    The main thread and the heartbeat's thread share one client of the store, so each call must be
+    short.
 
     Args:
-        store: A store that no member serves, under a prefix of this run's own.
-        number: This member's number.
+        store: A store that no member serves, under a prefix that no other run uses.
+        heartbeat: This member's heartbeat, under its number.
         node: Name of this member's node.
-        admission: Admits joiners; None if no process may join.
+        facts: What it runs, by name; joiners must run the same.
+        silence_s: Seconds without a heartbeat after which a member counts as gone.
         patience_s: How long a generation may take to form while all awaited members are alive.
     """
 
     def __init__(
         self,
         store: Store,
+        heartbeat: Heartbeat,
         *,
-        number: int,
         node: str,
-        admission: joiners.Admission | None = None,
+        facts: Mapping[str, str],
+        silence_s: float,
         patience_s: float = 60.0,
     ) -> None:
         store.set_timeout(timedelta(seconds=patience_s))
-        self._store = store
-        self._own = Member(number, node)
-        self._admission = admission
-        self._news_heard = 0
+        self._store, self._log = store, Log(store)
+        self._heartbeat, self._silence_s = heartbeat, silence_s
+        self._node, self._facts = node, dict(facts)
+        self._num_news = -1
+        self._beats: dict[int, int] = {}
+        """For each joiner that asks, its number of heartbeats when it was first seen."""
+        self.number = heartbeat.number
+        """This member's number."""
         self.patience_s = patience_s
         """How long a generation may take to form while all awaited members are alive."""
         self.generation: Generation | None = None
         """The newest generation that this member is in."""
 
     @property
-    def number(self) -> int:
-        """This member's number."""
-        return self._own.number
-
-    @property
     def first_ranks(self) -> tuple[int, ...] | None:
         """For each rank its rank in the first start; None if there are joiners."""
-        members = () if self.generation is None else self.generation.members
-        count = joiners.num_first(self._store)
-        numbers = tuple(member.number for member in members)
-        return numbers if max(numbers, default=0) < count else None
+        assert self.generation is not None
+        numbers, count = self.generation.numbers, len(self._log.read().first)
+        return numbers if max(numbers) < count else None
 
     def store_of(self, generation: Generation) -> Store:
-        """Return the store in which a generation's ranks meet, over a client of its own.
+        """Return the store in which a generation's ranks connect, with a client of its own.
 
-        So waits in it don't delay heartbeats.
+        No other generation uses its prefix. With a shared client, waits would delay heartbeats.
         """
-        return records.meeting_of(self._store.clone(), generation.number)  # type: ignore[attr-defined]
+        own = self._store.clone()  # type: ignore[attr-defined]
+        return PrefixStore(f"generation/{generation.number}", own)
 
     def ring_of(self, generation: Generation) -> Ring:
         """Return the ring in which a generation's members watch each other."""
         rank = generation.rank_of(self.number)
         assert rank is not None
         return Ring(
-            numbers=tuple(member.number for member in generation.members),
+            numbers=generation.numbers,
             rank=rank,
             name=f"ring/{generation.number}",
-            bulletin=self,
+            patience_s=self.patience_s,
+            find_gone=self.find_gone,
         )
 
     # -- forming --------------------------------------------------------------------------------
 
-    def form(
-        self,
-        expected: Sequence[int],
-        is_silent: Callable[[int], bool] = lambda _: False,
-        *,
-        calls_joiners: bool = True,
-    ) -> Generation:
-        """Agree with the others on the next generation; called when the last one has ended.
-
-        Args:
-            expected: Numbers of the members that may be in it; joiners that are called besides
-                need not be named.
-            is_silent: Tells whether a member, or a called joiner, has shown no sign of life for
-                too long; called repeatedly.
-            calls_joiners: Whether waiting joiners are called for it; the member that comes first
-                decides.
+    def form_first(self, num_members: int) -> Generation:
+        """Form the first generation, of all members that were started.
 
         Raises:
-            PeerError: The others go on without this member; not all have come to the first
-                generation; or the store is gone.
+            PeerError: Not all have come, or the store is gone.
         """
-        number = 0 if self.generation is None else self.generation.number + 1
-        with _needs_store():
-            records.say_here(self._store, number, self._own)
-            called = joiners.call(self._store, number, anybody=calls_joiners) if number else []
-            self._agree(number, list(dict.fromkeys([*expected, *called])), called, is_silent)
-            formed = self._enter(number)
-            if number == 0 and formed.world_size < len(expected):
-                # With fewer processes the run would train something else than was asked for.
-                left = {member.number for member in formed.members}
-                lost = [f"rank {n}: {self.reason_of(n)}" for n in expected if n not in left]
-                raise PeerError(f"Ranks were lost before training began. {' '.join(lost)}")
+        formed = self._form(0, range(num_members))
+        if formed.world_size < num_members:
+            # With fewer processes the run would train something else than was asked for.
+            gone = self._log.read().gone.items()
+            lost = [f"rank {number}: {reason}" for number, reason in sorted(gone)]
+            raise PeerError(f"Ranks were lost before training began. {' '.join(lost)}")
         return formed
 
-    def _agree(
-        self,
-        number: int,
-        expected: Sequence[int],
-        called: Sequence[int],
-        is_silent: Callable[[int], bool],
-    ) -> None:
-        """Wait for the expected members, until a proposal of the generation counts."""
-        deadline, num_looks = Deadline(self.patience_s), 0
-        while not records.has_formed(self._store, number):
-            come, gone = records.who_is_here(self._store, number), records.who_is_gone(self._store)
-            awaited = [other for other in expected if other not in gone]
-            here = [other for other in awaited if other in come]
-            missing = [other for other in awaited if other not in come]
-            # The more members there are, the less often the later ones read: they are needed only
-            # if the first ones are lost.
-            place = here.index(self.number) if self.number in here else len(here)
-            num_looks += 1
-            if num_looks % (_LOOKS_OF_FEW if place < _FEW else _LOOKS_OF_OTHERS) == 0:
-                # A member that is here may freeze while it waits for others.
-                known = [n for n in here if n != self.number and n not in called]
-                self._judge([*known, *missing], missing if deadline.is_over else (), is_silent)
-            if not missing:
-                records.propose(self._store, number, [come[other] for other in here])
-                return
-            time.sleep(min(max(records.LOOK_S, 1e-3 * place), 0.5))
-
-    def _judge(
-        self, members: Sequence[int], late: Sequence[int], is_silent: Callable[[int], bool]
-    ) -> None:
-        """Write which members are gone: silent ones, and those that had enough time to come."""
-        for member in members:
-            if is_silent(member):
-                self.tell_gone(member, "It showed no sign of life.")
-            elif member in late:
-                self.tell_gone(member, f"It didn't come within {self.patience_s:.0f} s.")
-
     def form_next(
-        self,
-        signs: Heartbeat,
-        silence_s: float,
-        leaving: Collection[int] = (),
-        *,
-        calls_joiners: bool = True,
+        self, leaving: Collection[int] = (), *, calls_joiners: bool = True
     ) -> tuple[Generation, Generation]:
-        """Agree with this generation's remaining members on the next one; see `form`.
+        """Agree with the remaining members on the next generation, once this one has ended.
 
-        Silence before this call counts: for a rank that has been silent already, the others wait
-        only for the rest of `silence_s`.
+        Silence before this call counts, too: for a rank that has been silent already, the others
+        wait only for the rest of `silence_s`.
 
         Args:
-            signs: This process's heartbeat.
-            silence_s: How late a sign of life may be.
-            leaving: Ranks that don't go on, by agreement.
-            calls_joiners: See `form`.
+            leaving: Ranks that have agreed to leave.
+            calls_joiners: Whether to call waiting joiners for it; the first member's choice counts.
 
         Returns:
             This generation, and the next one.
+
+        Raises:
+            PeerError: The others go on without this member, or the store is gone.
         """
         old = self.generation
         assert old is not None
-        expected = [item.number for rank, item in enumerate(old.members) if rank not in leaving]
+        expected = [number for rank, number in enumerate(old.numbers) if rank not in leaving]
+        return old, self._form(old.number + 1, expected, calls_joiners=calls_joiners)
 
-        def is_silent(number: int) -> bool:
-            return signs.silence_s(number) > silence_s
+    def join(self, timeout_s: float) -> Generation:
+        """Ask to join the run, wait until a generation calls this process, and enter it.
 
-        return old, self.form(expected, is_silent, calls_joiners=calls_joiners)
-
-    def enter_called(self, number: int) -> Generation:
-        """Enter the generation that has called this joiner.
+        Args:
+            timeout_s: How long to wait for the call.
 
         Raises:
-            PeerError: The others go on without it, or don't come to agree.
+            ConfigurationError: It is refused: it runs something else than the members.
+            PeerError: The run has ended; or no generation has called this process, or the one that
+                has called it hasn't formed, in time; or the others go on without it.
         """
-        joiners.note_entered(self._store, self.number)
-        records.say_here(self._store, number, self._own)
+        deadline = Deadline(timeout_s)
+        try:
+            state = self._log.note("asking", self.number, self._facts)
+            while self.number not in state.called:
+                self._raise_if_turned_away(state)
+                if deadline.is_over:
+                    raise PeerError(
+                        f"Nobody has let this process in for {timeout_s:.0f} s. Runs do between "
+                        "two steps, once they have begun to train; if that takes longer, allow "
+                        "more: HeteroStrategy(start_timeout=...)."
+                    )
+                time.sleep(2 * _LOOK_S)
+                state = self._log.read()
+        except DistError as error:
+            raise PeerError(
+                f"The run's store is gone, so the run has ended, or lost its first node: {error}"
+            ) from error
+        number = state.coming
+        self._say_here(number)
         if not self._wait_until_formed(number, self.patience_s):
             raise PeerError(
                 f"Generation {number}, which had called this process, didn't form within "
@@ -235,8 +224,73 @@ class Membership:
             )
         return self._enter(number)
 
+    def _raise_if_turned_away(self, state: State) -> None:
+        if self.number in state.refused:
+            raise ConfigurationError(state.refused[self.number])
+        if state.ended:
+            raise PeerError("The run has trained to its end: there is nothing left to join.")
+        if self.number in state.gone:
+            raise PeerError(f"The run goes on without this process: {state.gone[self.number]}")
+        if state.generation is not None and not state.is_anybody_left:
+            raise PeerError(
+                "Nobody is left of the run: it has failed, or was started anew. Start this again."
+            )
+
+    def _form(
+        self, number: int, expected: Sequence[int], *, calls_joiners: bool = True
+    ) -> Generation:
+        with _needs_store():
+            self._say_here(number, calls_joiners=calls_joiners)
+            self._agree(number, expected)
+            return self._enter(number)
+
+    def _say_here(self, coming: int, *, calls_joiners: bool = False) -> None:
+        self._log.append(coming, "here", self.number, [self._node, calls_joiners])
+
+    def _agree(self, number: int, expected: Sequence[int]) -> None:
+        """Wait for the expected members and the called joiners, until the generation has formed."""
+        deadline, num_looks = Deadline(self.patience_s), 0
+        while (state := self._log.read()).coming == number:
+            awaited = [n for n in dict.fromkeys([*expected, *state.called]) if n not in state.gone]
+            missing = [other for other in awaited if other not in state.here]
+            if not missing:
+                self._log.append(number, "formed", self.number)
+                continue
+            here = [other for other in awaited if other in state.here]
+            # The more members there are, the less often the later ones read the log: they are
+            # needed only if the first ones are lost.
+            place = here.index(self.number) if self.number in here else len(here)
+            num_looks += 1
+            if num_looks % (_LOOKS_OF_FEW if place < _FEW else _LOOKS_OF_OTHERS) == 0:
+                # A member that is here may freeze while it waits for the others.
+                known = [n for n in here if n != self.number and n not in state.called]
+                self._judge(number, [*known, *missing], missing if deadline.is_over else ())
+            time.sleep(min(max(_LOOK_S, 1e-3 * place), 0.5))
+
+    def _judge(self, coming: int, members: Sequence[int], late: Sequence[int]) -> None:
+        """Record which members are gone: silent ones, and those that had enough time to come."""
+        limit_s = self._silence_s if coming else math.inf
+        for member in members:
+            if self._heartbeat.silence_s(member) > limit_s:
+                self.tell_gone(member, "It showed no sign of life.")
+            elif member in late:
+                self.tell_gone(member, f"It didn't come within {self.patience_s:.0f} s.")
+
+    def _enter(self, number: int) -> Generation:
+        state = self._log.read()
+        formed = state.generation
+        assert formed is not None
+        if formed.rank_of(self.number) is None:
+            why = state.gone.get(self.number, "It came too late.")
+            raise PeerError(
+                f"The others go on without this process (member {self.number}, generation "
+                f"{number}): {why} It was frozen, or cut off from them; it ends now."
+            )
+        self.generation = formed
+        return formed
+
     def wait_for_next(self, timeout_s: float) -> None:
-        """As a member that leaves, wait until the others have formed the next generation.
+        """For a member that leaves: wait until the others have formed the next generation.
 
         By then they have stopped using the old generation's groups. Waits for at most `timeout_s`:
         if a rank is lost meanwhile, the others may not know that this member leaves, and wait for
@@ -249,69 +303,81 @@ class Membership:
 
     def _wait_until_formed(self, number: int, timeout_s: float, *, or_gone: bool = False) -> bool:
         deadline = Deadline(timeout_s)
-        while not (formed := records.has_formed(self._store, number)) and not deadline.is_over:
+        while not (formed := self._log.read().coming > number) and not deadline.is_over:
             if or_gone and self.find_gone() is not None:
                 break
-            time.sleep(records.LOOK_S)
-        return formed
-
-    def _enter(self, number: int) -> Generation:
-        formed = Generation(number=number, members=records.members_of(self._store, number))
-        if formed.rank_of(self.number) is None:
-            why = self.reason_of(self.number) or "It came too late."
-            raise PeerError(
-                f"The others go on without this process (member {self.number}, generation "
-                f"{number}): {why} It was frozen, or cut off from them; it ends now."
-            )
-        self._store.set(records.NEWEST, str(number))
-        self.generation = formed
+            time.sleep(_LOOK_S)
         return formed
 
     # -- who comes, and who is gone ---------------------------------------------------------------
 
     def look_for_joiners(self) -> bool:
-        """Admit or refuse joiners; return whether some wait. Rank 0 calls it at every step."""
-        return self._admission is not None and self._admission.look(self._news_heard)
+        """Admit or refuse joiners; return whether some wait. Rank 0 calls it after every step.
+
+        Makes no call of the store while there are no news and nobody asks.
+        """
+        news = self._heartbeat.num_news
+        if news == self._num_news and not self._beats:
+            return False
+        self._num_news = news
+        state = self._log.read()
+        asking = state.asking.keys() - state.gone.keys() - state.refused.keys()
+        self._beats = {n: beats for n, beats in self._beats.items() if n in asking}
+        for number in asking:
+            self._answer(number, state)
+        return bool(self._log.read().waiting) if asking else False
+
+    def _answer(self, number: int, state: State) -> None:
+        """Admit or refuse a joiner, or give it up."""
+        beats = self._heartbeat.beats_of(number)
+        if self._heartbeat.silence_s(number) > MOST_SILENT_S:
+            self.tell_gone(number, f"It gave no sign of life for {MOST_SILENT_S:.0f} s.")
+        elif differences := _differences(self._facts, state.asking[number]):
+            text = (
+                f"This process (member {number}) may not join: {differences}. Give it the same "
+                "code, packages, plan file and options as the run has."
+            )
+            self._log.note("refused", number, text)
+            _logger.warning("Refused a joiner. %s", text)
+        elif beats > self._beats.setdefault(number, beats):
+            self._log.note("admitted", number)
 
     def tell_layer_call(self, description: str) -> None:
         """Tell joiners how a layer is called; see `stage.rehearsal`."""
-        self._store.set(records.LAYER_CALL, description)
+        self._store.set(LAYER_CALL, description)
 
     def tell_gone(self, member: int, reason: str) -> None:
-        """Say that a member is gone and won't be back; the first reason counts."""
-        records.tell_gone(self._store, member, reason)
-
-    def reason_of(self, member: int) -> str | None:
-        """Return why a member is gone, None if it isn't."""
-        return records.reason_of(self._store, member)
-
-    def loses_store(self, leaving: Collection[int]) -> bool:
-        """Whether the store goes with ranks that leave; see `records.loses_store`."""
-        assert self.generation is not None
-        return records.loses_store(self._store, self.generation, leaving)
+        """Record that a member is gone for good; the first reason counts."""
+        self._log.note("gone", member, reason)
 
     def tell_end(self) -> None:
-        """Say that training has ended as it should."""
-        self._store.set(records.ENDED, "")
+        """Record that training has ended normally."""
+        self._log.note("ended", 0)
 
-    def num_news(self) -> int:
-        """Return how many times members were said to be gone; see `Bulletin`."""
-        self._news_heard = int(self._store.add(records.NEWS, 0))
-        return self._news_heard
+    def loses_store(self, leaving: Collection[int]) -> bool:
+        """Whether the store is lost if some ranks leave; see `State.loses_store`."""
+        return self._log.read().loses_store(leaving)
 
     def find_gone(self) -> tuple[int, str] | None:
-        """Return a rank of this generation that is gone, and why; see `Bulletin`."""
-        members = () if self.generation is None else self.generation.members
-        gone = records.who_is_gone(self._store)
-        for rank, member in enumerate(members):
-            if member.number in gone:
-                return rank, f"Rank {rank} is gone: {self.reason_of(member.number)}"
+        """Return a rank of this generation that is gone, and why; see `Ring`."""
+        gone, numbers = self._log.read().gone, self.generation.numbers if self.generation else ()
+        for rank, number in enumerate(numbers):
+            if number in gone:
+                return rank, f"Rank {rank} is gone: {gone[number]}"
         return None
+
+
+def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
+    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
+    return ", ".join(
+        f"it has {name} {theirs.get(name, 'none')}, the run {ours.get(name, 'none')}"
+        for name in names
+    )
 
 
 @contextmanager
 def _needs_store() -> Iterator[None]:
-    """In this context, turn the loss of the store into an error that explains it."""
+    """In this context, an error that the loss of the store causes is explained."""
     try:
         yield
     except DistError as error:

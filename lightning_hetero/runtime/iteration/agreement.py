@@ -1,17 +1,17 @@
 """Let all ranks agree on what happened in an iteration, by one small row from each.
 
 A row has a few integers, which show whether anything has changed, and sums: loss, target tokens and
-logged values. Rank 0 gathers the rows and sends all of them to all ranks: for n ranks n rows of
-8·(10 + 5 per logged value) bytes. A row is sent as soon as the rank's schedule ends and read after
-the push, so the exchange adds little waiting. Python objects are gathered only if a rank reports
-something new. On an accelerator the sums are gathered on the device, apart from the integers, so
-the host doesn't wait for its device.
+logged values. Rank 0 gathers the rows and sends all of them to all ranks; with n ranks these are n
+rows of 8·(10 + 5 per logged value) bytes. A row is sent as soon as the rank's schedule ends and is
+read after the push, so the exchange adds little waiting. Python objects are gathered only if a rank
+reports something new. On an accelerator the sums are gathered on the device, apart from the
+integers, so that the host doesn't wait for its device.
 
-With standbys a lost rank needn't cost a step. Rows are then sent only after the push, so a rank
-that has all rows knows that all ranks have their gradients. If a rank is lost before it has sent
-its row, no rank makes the optimizer step. If rank 0 is lost while it sends the rows down, some
-ranks may make the step and others not. Then the slices that are left are of two different steps,
-and the run goes on from its newest checkpoint.
+With standbys the loss of a rank needn't cost a step. Rows are then sent only after the push, so a
+rank that has all rows knows that all ranks have their gradients. If a rank is lost before it has
+sent its row, no rank makes the optimizer step. If rank 0 is lost while it sends all rows to the
+others, some ranks may make the step and others not; then the remaining slices are of two different
+steps, and the run goes on from its newest checkpoint.
 """
 
 import zlib
@@ -41,16 +41,16 @@ _MAX_KNOWN = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What one rank reports of an iteration as Python objects; it seldom changes."""
+    """What one rank reports of an iteration as Python objects, which seldom change."""
 
     entries: tuple[LogEntry, ...]
-    """The names, and options, under which its steps logged values."""
+    """The names and options of the values that its steps logged."""
     missing: tuple[str, ...]
-    """Parameters that it holds and for which its backward made no gradient."""
+    """Trainable parameters that it holds and that got no gradient in its backward passes."""
     buffers: tuple[BufferChange, ...] = ()
     """Buffers that its steps changed."""
     reads: tuple[str, ...] = ()
-    """Parameters outside the layers that it used, in iterations in which that is watched."""
+    """Parameters outside the layers that it used; empty in iterations that don't record this."""
     measured: MeasuredBytes | None = None
     """The bytes that one of its layers keeps for backward, if they were counted."""
 
@@ -84,14 +84,13 @@ class Header:
     pipeline_index: int
     """This rank's pipeline, -1 if idle."""
     fingerprint: int
-    """Hash of this rank's batch, 0 if idle; the same on all ranks of a pipeline, or it's an
-    error."""
+    """Hash of this rank's batch, 0 if idle; it must be the same on all ranks of a pipeline."""
     is_leaving: bool
     """Whether this rank's machine is about to be taken away."""
     sees_joiners: bool
     """Whether this rank knows of processes that wait to join."""
     returns: bool
-    """Whether this rank's steps returned, or appended, anything that other ranks must get."""
+    """Whether this rank's steps returned or appended anything that other ranks must get."""
 
     @property
     def bits(self) -> int:
@@ -112,7 +111,7 @@ class Agreed:
     has_joiners: bool
     """Whether processes wait to join."""
     returns: bool
-    """Whether any rank's steps returned, or appended, anything that others must get."""
+    """Whether any rank's steps returned or appended anything that other ranks must get."""
     sums: Tensor
     """The sums of each rank: shape (num_ranks, length), float64."""
 
@@ -121,7 +120,7 @@ class Agreement:
     """The agreement in iterations of one phase, such as training.
 
     Every rank calls `begin`, then `finish`, once per iteration. Reports are remembered, so that
-    equal ones aren't sent again.
+    equal ones needn't be sent again.
 
     Args:
         comms: The communicators.
@@ -182,7 +181,7 @@ class Agreement:
         if reports.entries != self._entries:
             self._entries = reports.entries
             sums = self._gather(self._sums_of(reports.entries))
-        del self._sums_of  # It holds the iteration, and that holds the plan's weights.
+        del self._sums_of  # It refers to the iteration, which refers to the plan's weights.
         any_bits = int(np.bitwise_or.reduce(bits))
         leaving = (bits & _LEAVES).nonzero()[0].tolist() if any_bits & _LEAVES else ()
         return Agreed(
@@ -195,7 +194,7 @@ class Agreement:
         )
 
     def _hear(self, digests: bytes) -> Reports:
-        """Return the ranks' reports; they are gathered only if their digests are new."""
+        """Return the ranks' reports, which are gathered only if their digests are new."""
         if digests not in self._known:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()
@@ -233,7 +232,7 @@ def _first_ranks(pipelines: IntArray) -> IntArray:
 
 
 def _check_fingerprints(pipelines: IntArray, fingerprints: IntArray, first_ranks: IntArray) -> None:
-    """Refuse different batches on ranks of one pipeline; arguments are by global rank."""
+    """Refuse different batches on the ranks of one pipeline; all arguments are by global rank."""
     wrong = (pipelines >= 0) & (fingerprints != fingerprints[first_ranks])
     if wrong.any():
         global_rank = int(wrong.argmax())

@@ -16,7 +16,7 @@ depend on a batch's length.
 """
 
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,9 +45,9 @@ class BufferChange:
     """Digest of the new values, in the first iteration and for caches; else 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where a buffer is registered."""
+@dataclass(eq=False)
+class _Buffer:
+    """One of the module's buffers, and what is known of its changes."""
 
     name: str
     owner: nn.Module
@@ -55,6 +55,18 @@ class _Slot:
     layer: int | None
     is_cache: bool
     """Whether it isn't persistent, so that no `state_dict` has it."""
+    seen: tuple[Tensor | None, int] = (None, 0)
+    """Its tensor and version when it was last looked at; a change gives another one of either."""
+    value: Tensor | None = None
+    """A copy of its last values, in iterations in which values are compared."""
+    count: int = 0
+    """Number of the iteration's actions that have changed it."""
+    is_unversioned: bool = False
+    """Whether in any rank's first iteration it changed while its version didn't."""
+    is_rewritten: bool = False
+    """Whether in a first iteration its version changed while its values didn't."""
+    source: int | None = None
+    """The rank whose values count, if it has changed since it was shared."""
 
     @property
     def current(self) -> Tensor | None:
@@ -67,6 +79,38 @@ class _Slot:
             buffer.copy_(value)
         else:
             self.owner._buffers[self.attribute] = value.to(buffer.device)
+
+    def begin(self, *, compares: bool) -> None:
+        """Note its state before an iteration."""
+        self.count, self.seen, self.value = 0, self._now(), None
+        if self.seen[0] is not None and (compares or self.is_rewritten):
+            self.value = self.seen[0].clone()
+
+    def look(self) -> None:
+        """Count a change by the last action."""
+        (old, version), self.seen = self.seen, self._now()
+        buffer = self.seen[0]
+        is_new = buffer is not old or self.seen[1] != version
+        if is_new or self.value is not None:
+            self.count += self._has_changed(old, buffer, is_new=is_new)
+
+    def _has_changed(self, old: Tensor | None, buffer: Tensor | None, *, is_new: bool) -> bool:
+        if old is None or buffer is None:
+            return is_new and not self.is_cache
+        if self.is_cache and buffer.shape != old.shape:
+            self.value = None
+            return False
+        if self.value is None:
+            return is_new and not (self.is_cache and buffer is not old and torch.equal(buffer, old))
+        is_equal = torch.equal(buffer, self.value)
+        self.is_rewritten |= is_equal and is_new
+        self.is_unversioned |= not (is_equal or is_new)
+        self.value = self.value if is_equal else buffer.clone()
+        return not is_equal
+
+    def _now(self) -> tuple[Tensor | None, int]:
+        buffer = self.current
+        return buffer, 0 if buffer is None or buffer.is_inference() else buffer._version
 
 
 class BufferWatch:
@@ -88,42 +132,30 @@ class BufferWatch:
         self._comms = comms
         self._may_differ = may_differ
         layers = {id(part): i for i, layer in enumerate(layout.layers) for part in layer.modules()}
-        self._slots = {
-            slot.name: slot
+        found = [
+            _Buffer(
+                f"{prefix}.{attribute}" if prefix else attribute,
+                owner,
+                attribute,
+                layers.get(id(owner)),
+                attribute in owner._non_persistent_buffers_set,
+            )
             for prefix, owner in module.named_modules()
             for attribute, buffer in owner._buffers.items()
             if buffer is not None
-            for slot in [
-                _Slot(
-                    _join(prefix, attribute),
-                    owner,
-                    attribute,
-                    layers.get(id(owner)),
-                    attribute in owner._non_persistent_buffers_set,
-                )
-            ]
-        }
+        ]
+        self._buffers = {buffer.name: buffer for buffer in found}
         self._begun: set[int] = set()
         self._is_first = True
-        self._seen: dict[str, tuple[Tensor | None, int]] = {}
-        self._values: dict[str, Tensor] = {}
-        self._unversioned: set[str] = set()
-        """Buffers that changed in any rank's first iteration while their version didn't."""
-        self._rewritten: set[str] = set()
-        """Buffers whose version changed in a first iteration while their values didn't."""
-        self._counts: Counter[str] = Counter()
-        self._sources: dict[str, int] = {}
-        """For each buffer that has changed since it was shared, the rank whose values count."""
         self._share_drawn()
 
     def _share_drawn(self) -> None:
         """Take from rank 0 the buffers whose first values differ between ranks; collective."""
-        digests = {name: _digest(slot.current) for name, slot in self._slots.items()}
+        digests = {name: _digest(buffer.current) for name, buffer in self._buffers.items()}
         gathered = self._comms.gather_objects(digests)
-        differing = {
-            name for other in gathered for name in digests if other.get(name) != gathered[0][name]
-        }
-        self._sources = dict.fromkeys(sorted(differing), 0)
+        for name, buffer in self._buffers.items():
+            if any(other.get(name) != gathered[0][name] for other in gathered):
+                buffer.source = 0
         self.share()
 
     # -- an iteration ---------------------------------------------------------------------------
@@ -132,50 +164,22 @@ class BufferWatch:
         """Note the buffers' state before an iteration of a phase, such as training."""
         self._is_first = phase not in self._begun
         self._begun.add(phase)
-        self._counts.clear()
-        for name, slot in self._slots.items():
-            self._seen[name] = _mark(slot.current)
-            if (self._is_first or name in self._rewritten) and slot.current is not None:
-                self._values[name] = slot.current.clone()
+        for buffer in self._buffers.values():
+            buffer.begin(compares=self._is_first)
 
     def look(self) -> None:
         """Count the buffers that the last action has changed."""
-        for name, slot in self._slots.items():
-            self._counts[name] += self._has_changed(name, slot)
-
-    def _has_changed(self, name: str, slot: _Slot) -> bool:
-        before, self._seen[name] = self._seen[name], _mark(slot.current)
-        old, buffer = before[0], self._seen[name][0]
-        is_new = buffer is not old or self._seen[name][1] != before[1]
-        if old is None or buffer is None:
-            return is_new and not slot.is_cache
-        if slot.is_cache and buffer.shape != old.shape:
-            self._values.pop(name, None)
-            return False
-        value = self._values.get(name)
-        if value is not None:
-            is_equal = torch.equal(buffer, value)
-            if is_equal and is_new:
-                self._rewritten.add(name)
-            if not is_equal and not is_new:
-                self._unversioned.add(name)
-            if not is_equal:
-                self._values[name] = buffer.clone()
-            return not is_equal
-        if slot.is_cache and buffer is not old:
-            return not torch.equal(buffer, old)
-        return is_new
+        for buffer in self._buffers.values():
+            buffer.look()
 
     def report(self, layers: Container[int]) -> tuple[BufferChange, ...]:
         """Return the changed buffers of these layers, and of modules outside the layers."""
         changes = []
-        for name, slot in self._slots.items():
-            count = self._counts[name] or name in self._unversioned
-            if count and (slot.layer is None or slot.layer in layers):
-                digest = _digest(slot.current) if self._is_first or slot.is_cache else 0
-                is_versioned = name not in self._unversioned
-                changes.append(BufferChange(name, count > 1, is_versioned, digest))
-        self._values.clear()
+        for name, buffer in self._buffers.items():
+            buffer.value, count = None, buffer.count or buffer.is_unversioned
+            if count and (buffer.layer is None or buffer.layer in layers):
+                digest = _digest(buffer.current) if self._is_first or buffer.is_cache else 0
+                changes.append(BufferChange(name, count > 1, not buffer.is_unversioned, digest))
         return tuple(changes)
 
     def settle(self, reports: Mapping[int, Sequence[BufferChange]], plan: ParallelPlan) -> None:
@@ -196,9 +200,9 @@ class BufferWatch:
                 for change in reports.get(rank, ()):
                     found[change.name].setdefault(pipeline_index, (rank, change))
         for name, changes in found.items():
-            if not all(change.is_versioned for _, change in changes.values()):
-                self._unversioned.add(name)
-            self._sources[name] = changes[min(changes)][0]
+            buffer = self._buffers[name]
+            buffer.is_unversioned |= not all(item.is_versioned for _, item in changes.values())
+            buffer.source = changes[min(changes)][0]
             self._check(name, [change for _, change in changes.values()])
 
     def _check(self, name: str, changes: Sequence[BufferChange]) -> None:
@@ -220,34 +224,26 @@ class BufferWatch:
     @property
     def are_shared(self) -> bool:
         """Whether all ranks have the same values, and any change increments a version."""
-        return not self._sources and not self._unversioned
+        return not any(b.is_unversioned or b.source is not None for b in self._buffers.values())
 
     def share(self) -> None:
         """Give all ranks the values of changed buffers; called by every rank."""
-        names: dict[int, list[str]] = defaultdict(list)
-        for name, source in sorted(self._sources.items()):
-            names[source].append(name)
-        self._sources.clear()
+        changed: dict[int, list[_Buffer]] = defaultdict(list)
+        for _, buffer in sorted(self._buffers.items()):
+            if buffer.source is not None:
+                changed[buffer.source].append(buffer)
+                buffer.source = None
         if self._comms.world_size == 1:
             return
         # Buffers made in an evaluation's inference mode couldn't be changed in training.
         with torch.inference_mode(mode=False), torch.no_grad():
-            for source, own in sorted(names.items()):
+            for source, own in sorted(changed.items()):
                 mine = source == self._comms.global_rank
-                sent = [[_on_cpu(self._slots[name].current) for name in own] if mine else None]
+                sent = [[_on_cpu(buffer.current) for buffer in own] if mine else None]
                 dist.broadcast_object_list(sent, source, group=self._comms.control)
-                for name, value in zip(own, sent[0] or [], strict=True):
+                for buffer, value in zip(own, sent[0] or [], strict=True):
                     if not mine and value is not None:
-                        self._slots[name].put(value)
-
-
-def _join(prefix: str, attribute: str) -> str:
-    return f"{prefix}.{attribute}" if prefix else attribute
-
-
-def _mark(buffer: Tensor | None) -> tuple[Tensor | None, int]:
-    """Return a buffer's tensor and version; a change gives it another one of either."""
-    return buffer, 0 if buffer is None or buffer.is_inference() else buffer._version
+                        buffer.put(value)
 
 
 def _on_cpu(buffer: Tensor | None) -> Tensor | None:

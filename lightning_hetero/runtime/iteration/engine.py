@@ -6,9 +6,9 @@ An iteration on every rank, see `Engine.run`:
 2. *pull*: weights travel from the owners of slices to the stages, unit by unit in order of need,
 3. *forward, backward*: the stage's actions run in 1F1B order, each forward runs the user's step,
 4. *push*: gradients travel to the owners, a unit as soon as its last backward pass has ended,
-5. *agree*: losses, logged values and target tokens are summed over all ranks, and the owners divide
-   their gradients by the iteration's target tokens (except those of a loss that is a sum), which
-   gives what one big device would have computed.
+5. *agree*: losses, logged values and target tokens are summed over all ranks. If the loss is a
+   mean, the owners divide their gradients by the iteration's number of target tokens. So the
+   gradient is the one that a single device would compute from the whole batch.
 
 Outside of training there is no backward and no push.
 
@@ -51,7 +51,7 @@ from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.setup.weight_sources import find_frozen
 from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.weights import SliceStore
-from lightning_hetero.runtime.stage.boundary import ModuleCalls, StageBoundary
+from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 __all__ = ["Engine"]
@@ -100,7 +100,6 @@ class Engine:
         self._agreements = defaultdict[Phase, Agreement](partial(Agreement, communicators, device))
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.allow_mixing)
-        self._calls = ModuleCalls(module, has_slices=communicators.world_size > 1)
         self.plans = PlanSwitch(
             plan,
             self.store,
@@ -119,9 +118,10 @@ class Engine:
         )
         self._split = SplitRun(module, layout, self.boundary, communicators, config, device)
         self.gradients = StepGradients(self.store, device, config)
-        """What the last training iteration has left for the optimizer."""
+        """The gradients of the last training iteration, for the optimizer."""
         self.fingerprint = 0
-        """Hash of the next batch, taken before it went to the device, so that ranks can compare."""
+        """Hash of the next batch, computed before the batch is moved to the device; ranks compare
+        it."""
         self._is_leaving = self._sees_joiners = False
         self.leaving: frozenset[int] = frozenset()
         """Ranks whose machines are about to be taken away, as told in the last iteration; the same
@@ -207,9 +207,10 @@ class Engine:
                     running.push.start()
                 passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
                 results.finish(running.push.gradients)
-                # Agree: rows are sent now and read after the push. With standbys they are sent only
-                # then: a rank that has all rows knows that all ranks have their gradients, so after
-                # a loss either all make the optimizer step or none.
+                # Agree: each rank sends its row now and reads the others' after the push. With
+                # standbys it sends its row only after the push. Then a rank that has received all
+                # rows knows that all ranks have their gradients; so if a rank is lost, either all
+                # others make the optimizer step or none does.
                 begin = partial(self._begin_agreement, key.phase, results, passes)
                 agreement = None if is_training and self.store.has_standbys else begin()
                 # Push.
@@ -218,7 +219,7 @@ class Engine:
                 agreement = agreement or begin()
             with self.clock.waiting():
                 agreed = agreement.finish()
-        # Not earlier: before a rank may raise, it has sent all that the others need to do the same.
+        # Not earlier: a rank may raise only after it has sent all that the others wait for.
         self.settle()
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
@@ -235,7 +236,7 @@ class Engine:
         )
 
     def _cut(self, batch: Any) -> tuple[list[Any], int]:
-        """Return this rank's micro-batches, and the first one's index among those of all ranks."""
+        """Return this rank's micro-batches, and the first one's index among all pipelines'."""
         if isinstance(batch, AssignedBatch):
             return list(batch.microbatches), batch.first_index
         if self.place is None:
@@ -250,7 +251,6 @@ class Engine:
             PreservedRandomState(),
             self.logs.recording(is_last=running.is_last),
             running.weights,
-            self._calls,
         ):
             running.start_pull()
             yield
@@ -258,7 +258,7 @@ class Engine:
     def _check_split(
         self, step: Callable[[Any], Any], batches: Sequence[Any], seed: tuple[int, ...]
     ) -> None:
-        """Check whether the loss is a sum or a mean; called by all ranks, in few iterations."""
+        """Check whether the loss is a sum or a mean; called by all ranks, in five iterations."""
         running = self.plans.running
 
         with self._stage_ready(running):
@@ -297,7 +297,7 @@ class Engine:
         return agreement
 
     def _speaks(self) -> bool:
-        """Whether this rank reports for its tensor-parallel group, where all have the same."""
+        """Whether this rank reports for its tensor-parallel group: one of equal ranks."""
         return self.place is None or self.place.tp_rank == 0
 
     def _keep_gradients(
@@ -308,7 +308,7 @@ class Engine:
         return self.gradients.judge(agreed.sums[:, :NUM_TOTALS], scale, str(key))
 
     def settle(self) -> None:
-        """Check the last iteration's sums, which a host reads from its device one iteration late.
+        """Check the last iteration's sums, which arrive one iteration late on an accelerator.
 
         Called by all ranks together.
 
@@ -346,7 +346,6 @@ class Engine:
         self.plans.close()
         self.logs.remove()
         self.boundary.remove()
-        self._calls.remove()
         if self.tensor_parallel is not None:
             self.tensor_parallel.remove()
 

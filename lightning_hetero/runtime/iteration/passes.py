@@ -1,7 +1,8 @@
 """Run the forward and backward passes of one iteration on one rank.
 
-A forward is the user's step on a micro-batch, a backward is autograd's. If backward passes are
-split (see `stage.split_layers`), gradients of weights come later, as actions of their own.
+A forward runs the user's step on a micro-batch, a backward runs autograd. If backward passes are
+split (see `stage.split_layers`), the gradients of weights are computed later, in actions of their
+own.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -40,12 +41,14 @@ class _InFlight:
 
     forward: MicrobatchPass
     received: list[Tensor]
-    """Tensors from the stage before that need gradients: the activation and side tensors."""
+    """Tensors received from the previous stage that need gradients: the activation and side
+    tensors."""
     outputs: list[Tensor]
-    """Tensors with gradients that were sent on, or on the last stage the loss."""
+    """The tensors with gradients that were sent to the next stage, or on the last stage the
+    loss."""
     gradient: Tensor | None
-    """The gradient with which the loss's backward begins, see `LossScale`; None if gradients come
-    from the next stage."""
+    """The gradient with which the loss's backward begins, see `LossScale`; None if the gradients
+    come from the next stage."""
 
 
 class StagePasses:
@@ -77,7 +80,8 @@ class StagePasses:
         splitter: LayerSplitter | None = None,
     ) -> None:
         self.peak_in_flight = 0
-        """Most micro-batches that were between forward and backward at once, chunk by chunk."""
+        """Largest number of micro-batches between forward and backward at once, summed over
+        chunks."""
         self._running = running
         self._chunks = {chunk.index: chunk for chunk in running.chunks}
         self._num_layers = running.plan.num_layers
@@ -159,7 +163,7 @@ class StagePasses:
     def _keeping_apart(self, stage_index: int) -> Iterator[None]:
         """Sum gradients of outer parameters by stage, on a rank that runs both ends of a pipeline.
 
-        So the order in which the ends take turns doesn't change their sum.
+        So their total doesn't depend on the order in which the two ends run.
         """
         shards, sums = self._running.weights.shards, self._sums.setdefault(stage_index, {})
         for name in self._running.outer:
@@ -179,14 +183,15 @@ class StagePasses:
             self._running.weights.shards[name].grad = found[0] if found else None
 
     def _expect_activations(self, chunk: Chunk, num_done: int) -> None:
-        """Post receives of the micro-batches that come next, ahead of their forwards."""
+        """Post receives of the next micro-batches' activations before their forwards run."""
         if chunk.link.previous is not None:
             chunk.link.expect_activations(len(self._microbatches) - num_done)
 
     def missing(self) -> tuple[str, ...]:
         """Return the trainable parameters that this rank's backward passes gave no gradient."""
         if self._results.losses and not self._has_run_backward:
-            # No loss had a target: gradients are zeros, as torch makes them for an empty mean.
+            # No micro-batch had a target: gradients are zeros, as torch's are for a mean over
+            # nothing.
             return ()
         return tuple(self._running.push.missing())
 
@@ -196,7 +201,7 @@ class StagePasses:
         link = chunk.link
         self._results.begin(microbatch, self._num_samples[index], counts=chunk is running.chunks[0])
         if chunk is not running.chunks[-1]:
-            microbatch = copy_of(microbatch)  # It is still needed, and a step may change it.
+            microbatch = copy_of(microbatch)  # It is needed again, and a step may change it.
         forward = MicrobatchPass(
             layers=chunk.stage.layers,
             num_layers=self._num_layers,
@@ -223,11 +228,10 @@ class StagePasses:
         self, forward: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any
     ) -> Any:
         hiding = self._running.weights.in_step()
-        if hiding is not None:
-            with hiding, self._boundary.forward_of(forward):
-                return step(microbatch)
-        with self._boundary.forward_of(forward):
-            return step(microbatch)
+        if hiding is None:
+            return self._boundary.run_step(forward, step, microbatch)
+        with hiding:
+            return self._boundary.run_step(forward, step, microbatch)
 
     def _hold(
         self,
@@ -239,7 +243,7 @@ class StagePasses:
         if self._results.is_training:
             stage_index, index = key
             received = [] if forward.received is None else forward.received.tensors
-            forward.last_hidden = None  # What autograd doesn't need isn't kept.
+            forward.last_hidden = None  # Keep only what autograd needs.
             self._in_flight[key] = _InFlight(
                 forward,
                 [tensor for tensor in received if tensor.requires_grad],
@@ -254,27 +258,23 @@ class StagePasses:
                 self.peak_in_flight = count
 
     def _weights(self, key: _Key) -> None:
-        """Compute a micro-batch's gradients of weights, which its split backward has left out."""
+        """Compute the gradients of weights that a micro-batch's split backward has left out."""
         assert self._splitter is not None
-        with self._pushing(key, self._splitter.names_waiting(key)):
-            self._splitter.run_weights(key)
+        is_last = key[1] + 1 == len(self._microbatches)
+        if is_last:
+            self._begin_last_backward(key[0], self._splitter.names_waiting(key))
+        self._splitter.run_weights(key)
+        if is_last:
+            self._running.push.end_last_backward()
 
-    @contextmanager
-    def _pushing(
-        self, key: _Key, coming: Collection[str] | None, *, is_last: bool = True
-    ) -> Iterator[None]:
-        """Context of a stage's last backward, in which units leave as soon as they are final.
+    def _begin_last_backward(self, stage_index: int, coming: Collection[str] | None) -> None:
+        """Begin a stage's last backward, in which units leave as soon as they are final.
 
         Args:
-            key: The stage and the micro-batch.
+            stage_index: The stage.
             coming: The parameters that get gradients in it; None for all of the stage.
-            is_last: Whether nothing of the micro-batch follows.
         """
-        stage_index, index = key
-        if not is_last or index + 1 < len(self._microbatches):
-            yield
-            return
-        running, push = self._running, self._running.push
+        running = self._running
         chunk = self._unfinished.pop(stage_index)
         later = frozenset[str]().union(*map(running.parameters_of, self._unfinished.values()))
         if len(running.chunks) > 1:
@@ -282,9 +282,7 @@ class StagePasses:
             coming = own if coming is None else own & {*coming}
             if self._has_both_ends:
                 later |= running.outer
-        push.begin_last_backward(coming, later)
-        yield
-        push.end_last_backward()
+        running.push.begin_last_backward(coming, later)
 
     def _backward(self, key: _Key, *, is_whole: bool) -> None:
         held, link = self._in_flight.pop(key), self._chunks[key[0]].link
@@ -293,10 +291,15 @@ class StagePasses:
         if link.following is not None:
             gradients = link.receive_gradient(key[1])
         # Reentrant checkpoints add to a gradient in parts, and don't say which is the last.
-        with self._pushing(key, None, is_last=is_whole and not held.forward.is_reentrant):
-            if held.outputs:
-                self._has_run_backward = True
-                self._boundary.run_backward(held.forward, held.outputs, gradients)
+        is_whole &= not held.forward.is_reentrant
+        is_last = is_whole and key[1] + 1 == len(self._microbatches)
+        if is_last:
+            self._begin_last_backward(key[0], None)
+        if held.outputs:
+            self._has_run_backward = True
+            self._boundary.run_backward(held.forward, held.outputs, gradients)
+        if is_last:
+            self._running.push.end_last_backward()
         if link.previous is not None:
             link.send_gradient(
                 [torch.zeros_like(i) if i.grad is None else i.grad for i in held.received]

@@ -1,8 +1,8 @@
 """Make a plan ready to run on one rank, and change to another plan.
 
-Slices stay with their owners, so no optimizer state moves; all else that a plan needs is made anew.
-Ranks communicate only if the plan needs new process groups. So the plan can change between any two
-iterations.
+Slices stay with their owners, so no optimizer state moves; everything else that a plan needs is
+made anew. Ranks communicate for this only if the plan needs new process groups. So the plan can
+change between any two iterations.
 """
 
 from collections import Counter
@@ -44,8 +44,8 @@ __all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
 MAX_KNOWN_PLANS = 16
 """Number of plans whose transfer tables are kept; for other plans they are computed again."""
 MERGED_NUMEL = 2**20
-"""Most elements of small layers that are merged into one unit. A fast link moves these 2 or 4 MB in
-about the time of its latency."""
+"""Largest number of elements of consecutive small layers that are merged into one unit. A fast link
+moves these 2 or 4 MB in about the time of its latency."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -62,14 +62,14 @@ class RunningPlan:
     chunks: tuple[Chunk, ...]
     """This rank's stages, ascending; none if it is idle."""
     shares_memory: bool
-    """Whether slices may be views of the weights, see `ComputeWeights`."""
+    """Whether slices may be views of the compute weights, see `ComputeWeights`."""
     num_microbatches: tuple[int, ...]
     """Micro-batches of each pipeline in a full iteration."""
     reads: set[str] | None = None
-    """Parameters outside the layers that this iteration used; None if that isn't watched."""
+    """Parameters outside the layers that this iteration has used; None if nobody needs to know."""
     num_in_flight: int = 0
-    """Number of micro-batches between their forward and their backward now, the running one not
-    counted; a micro-batch that is held in several chunks counts once for each."""
+    """Number of micro-batches that are now between their forward and their backward, not counting
+    the one that runs; on a rank with several chunks, each chunk counts."""
 
     @property
     def pipeline(self) -> PipelinePlan:
@@ -84,12 +84,12 @@ class RunningPlan:
 
     @property
     def is_last(self) -> bool:
-        """Whether steps run to their end here; True on idle ranks."""
+        """Whether the user's step runs to its end on this rank; True on idle ranks."""
         return not self.chunks or self.chunks[-1].is_last
 
     @property
     def has_both_ends(self) -> bool:
-        """Whether this rank runs several stages, the pipeline's first and its last among them."""
+        """Whether this rank runs the pipeline's first stage and, as another chunk, its last."""
         return len(self.chunks) > 1 and self.chunks[0].index == 0 and self.is_last
 
     @cached_property
@@ -99,7 +99,7 @@ class RunningPlan:
         return frozenset(name for name in self.weights.shards if specs[name].layer is None)
 
     def parameters_of(self, chunk: Chunk) -> frozenset[str]:
-        """Return this rank's parameters of a chunk's layers; at both ends, outer ones too."""
+        """Return this rank's parameters of a chunk; chunks at both ends have outer ones, too."""
         specs, layers = self.weights.store.specs, chunk.stage.layers
         own = frozenset(name for name in self.weights.shards if specs[name].layer in layers)
         return own | self.outer if chunk.is_last or chunk.index == 0 else own
@@ -122,16 +122,17 @@ class RunningPlan:
         return sums
 
     def unused(self, num_missing: Mapping[str, int]) -> set[str]:
-        """Return the parameters for which no holder has a gradient.
+        """Return the parameters that got no gradient on any holder.
 
         Args:
-            num_missing: For each parameter that lacks gradients, the number of holders without one.
+            num_missing: For each parameter that some holder has no gradient of, the number of such
+                holders.
         """
         items = num_missing.items()
         return {name for name, number in items if number == len(self.table.holdings(name))}
 
     def read_watch(self, chunk: Chunk) -> ReadWatch | None:
-        """Return a watch of which outer parameters a micro-batch uses; None if it isn't needed."""
+        """Return a watch of the outer parameters that a micro-batch uses, or None if not needed."""
         is_first = chunk.link.previous is None
         if self.reads is None or is_first is chunk.is_last or self.has_both_ends:
             return None
@@ -164,7 +165,7 @@ class PlanSwitch:
     ) -> None:
         self._store = store
         self._config = config
-        # One for all plans: torch has only 32 streams, so two plans might get the same one.
+        # One stream for all plans: torch has a pool of 32, so two plans might get the same one.
         side_stream = SideStream(store.device)
         self._comms = comms
         self._clock = clock
@@ -190,15 +191,15 @@ class PlanSwitch:
         """Create the process groups of plans that may run, so that no iteration waits for it.
 
         Communicates over all ranks if there are new groups. A plan that wasn't prepared can run,
-        too: units without a group travel by messages.
+        too: its units without a group travel by messages.
         """
         numels: Counter[tuple[int, ...]] = Counter()
         for plan in plans:
             self._connect(plan)
-        # If all ranks together wouldn't use a collective, smaller groups don't either.
+        # If not even all ranks together would use a collective, smaller groups won't either.
         for plan in plans if self._are_collective(range(self._comms.world_size)) else ():
             outer = [spec for spec in self._specs if spec.layer is None]
-            # Outer parameters are held at both ends until it is known at which one they are used.
+            # Until it is known at which end an outer parameter is used, both ends hold it.
             tables = [self._routes_of(plan).table]
             for role in OuterRole:
                 at_end = [replace(spec, roles=frozenset({role})) for spec in outer]
@@ -207,7 +208,7 @@ class PlanSwitch:
                 for unit in table.units:
                     for ranks in unit.kind.groups | self._groups_on_nodes(unit.kind):
                         numels[ranks] += sum(spec.numel for spec in unit.specs)
-        # Those that move most come first; the order is the same on all ranks.
+        # Groups that move the most elements come first; the order is the same on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
         self._comms.make_exchange_groups(wanted)
 
@@ -250,7 +251,7 @@ class PlanSwitch:
                 stage_ranks=() if place is None else stages[place.stage_index].ranks,
                 stage_group=self._comms.tensor_parallel_group(plan),
             )
-        self._known[plan] = routes  # The latest stands last.
+        self._known[plan] = routes  # The most recently used plan is last.
         if len(self._known) > MAX_KNOWN_PLANS:
             self._known.pop(next(iter(self._known)))
         return routes
@@ -261,7 +262,8 @@ class PlanSwitch:
         Raises:
             PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
                 which the module wasn't prepared.
-            ModelError: It has stages or recomputes layers, which the module's layers don't allow.
+                ModelError: It has stages or recomputes layers, but the module's layers don't allow
+                    that.
         """
         plan.check_world_size(self._comms.world_size)
         plan.check_num_layers(self._store.layout.num_layers)
@@ -284,9 +286,9 @@ class PlanSwitch:
             self._replace(plan, shares_memory=False)
 
     def follow_freezing(self) -> bool:
-        """Note which parameters were frozen or thawed since the last call, and push accordingly.
+        """Update what is pushed after parameters were frozen or unfrozen.
 
-        Returns whether there were any; the same on every rank.
+        Returns whether any were, since the last call; the same on every rank.
         """
         changed = self._store.follow_freezing()
         if changed:
@@ -294,15 +296,15 @@ class PlanSwitch:
         return changed
 
     def thaw(self, names: Sequence[str]) -> None:
-        """Give owners to frozen weights, which have had none, because they are to train."""
+        """Give owners to frozen weights, which had none, because they are to train from now on."""
         self._store.thaw(names)
         self._remake()
 
     def begin(self, phase: int, epoch: int) -> RunningPlan:
         """Return the plan for an iteration.
 
-        In a phase's first iteration of an epoch, the use of parameters outside the layers is
-        watched: see `outer_parameters`.
+        In a phase's first iteration of an epoch it is recorded which parameters outside the layers
+        are used: see `outer_parameters`.
         """
         is_watched = self._roles.is_due(phase, epoch) and self.running.plan.max_stages > 1
         if is_watched:
@@ -311,9 +313,9 @@ class PlanSwitch:
         return self.running
 
     def learn_roles(self, reads: Mapping[int, Sequence[str]], phase: int, epoch: int) -> None:
-        """Hold parameters outside the layers only where watched iterations have used them.
+        """Hold parameters outside the layers only on the stages that have used them.
 
-        Every rank knows what each rank has read, so all make the same tables.
+        Every rank knows what each rank has used, so all ranks make the same tables.
         """
         if self.running.reads is not None and reads:
             self._roles.learn(self.running.plan, reads, phase=phase, epoch=epoch)
@@ -337,7 +339,7 @@ class PlanSwitch:
     def _replace(self, plan: ParallelPlan, *, shares_memory: bool) -> None:
         with torch.inference_mode(mode=False):  # Weights made in a validation may train later.
             self.running.weights.release()
-            # Both plans' weights together might be more than the device holds.
+            # Both plans' weights at the same time might not fit into the device's memory.
             del self.running
             self.running = self._make_ready(plan, shares_memory=shares_memory)
 

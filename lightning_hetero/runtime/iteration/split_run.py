@@ -1,15 +1,16 @@
 """Run the check of `results.split_check` on all ranks, with a micro-batch and its two halves.
 
-Each of these *parts* goes forward through the pipeline as in an evaluation. On last stages the
-gradients of a few small parameters follow, in the last layer and behind it. The check leaves no
-trace in logs, buffers, random states and gradients.
+Each of these *parts* goes forward through the pipeline as in an evaluation. The last stage then
+computes the gradients of a few small parameters, of the last layer and behind the layers. The check
+leaves no trace in logs, buffers, random states and gradients.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import HeteroError
-from lightning_hetero.models.batches import sizes_of
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.split_parts import copy_of, parts_of
@@ -44,9 +44,11 @@ from lightning_hetero.runtime.unknown import check_known
 __all__ = ["SplitRun"]
 
 _MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
-"""Most elements, and most parameters, whose gradients are compared; at least one parameter is."""
+"""Largest number of elements, and of parameters, whose gradients are compared; at least one
+parameter is."""
 _MOST_ATTEMPTS = 4
-"""Most micro-batches that a check tries, where halves without targets show no weights."""
+"""Largest number of micro-batches that one check tries, if halves without targets leave the weights
+open."""
 Step = Callable[[Any], Any]
 
 
@@ -59,7 +61,7 @@ class _WatchedPass(MicrobatchPass):
     _states: GeneratorStates | None = None
 
     def look(self) -> None:
-        """Note whether random numbers were drawn since the last call; called around reseeding."""
+        """Note whether random numbers were drawn since the last call; called before reseeding."""
         self.has_drawn |= self._states is not None and self._states.have_changed()
         self._states = None
 
@@ -69,9 +71,14 @@ class _WatchedPass(MicrobatchPass):
         super().begin_layer(index, again=again)
         self._states = GeneratorStates()
 
-    def begin_step(self) -> None:
-        """Note the generators' states as the step begins."""
-        self._states = GeneratorStates()
+    def watching(self, step: Step) -> Step:
+        """Return a step that notes the generators' states as it begins."""
+
+        def run(microbatch: Any) -> Any:
+            self._states = GeneratorStates()
+            return step(microbatch)
+
+        return run
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """See `MicrobatchPass`."""
@@ -82,7 +89,7 @@ class _WatchedPass(MicrobatchPass):
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank reports of a check."""
+    """What one rank reports about a check."""
 
     evidence: tuple[Evidence, ...]
     limits: Limits
@@ -97,11 +104,11 @@ class _Seen:
     counts: Mapping[Counting, float] = field(default_factory=dict)
     failure: str = ""
     error: Exception | None = None
-    """The error with which the step ended."""
+    """The error with which the step ended; None without one."""
 
 
 class SplitRun:
-    """Runs the check when it is due, and keeps what it has found.
+    """Runs the check when it is due, and keeps its result.
 
     Args:
         module: The LightningModule.
@@ -122,7 +129,7 @@ class SplitRun:
         device: torch.device,
     ) -> None:
         self.scale = LossScale()
-        """How losses count, by the last check; the same on every rank."""
+        """How losses count, according to the last check; the same on every rank."""
         self._module = module
         self._layout = layout
         self._boundary = boundary
@@ -131,13 +138,15 @@ class SplitRun:
         self._device = device
         self._by_module = getattr(module, "num_target_tokens", None)
         self._evaluates = False
-        """Whether the step draws random numbers in train mode, so that parts run in eval mode."""
+        """Whether the step draws random numbers in train mode; parts then run in eval mode."""
         self._num_iterations = 0
+        self._is_open = False
+        """Whether the last check has seen only NaN, as losses are that have no targets."""
 
     def is_due(self) -> bool:
-        """Whether to check in the iteration that begins; called once for each with a cut batch."""
+        """Whether to check in the next iteration; called once for each with a cut batch."""
         self._num_iterations += 1
-        return is_due(self._num_iterations - 1)
+        return is_due(self._num_iterations - 1) or self._is_open
 
     def run(
         self,
@@ -173,18 +182,19 @@ class SplitRun:
         self._decide(everyone, sum(running.num_microbatches))
 
     def _decide(self, everyone: Sequence[_Found], num_microbatches: int) -> None:
-        limits, is_random = everyone[0].limits, any(item.is_random for item in everyone)
-        for item in everyone:
-            limits = _looser(limits, item.limits)
-        seen = [
-            replace(evidence, limits=limits, is_random=is_random)
-            for item in everyone
-            for evidence in item.evidence
-        ]
+        seen = [evidence for item in everyone for evidence in item.evidence]
         declared = self._config.loss_reduction
         counting = next((first for item in seen for first in item.counts), Counting("samples"))
         before = self.scale.rule or LossRule(declared or LossReduction.MEAN, counting)
-        verdict = judge(seen, before, declared, allow_mixing=self._config.allow_mixing)
+        verdict = judge(
+            seen,
+            before,
+            declared,
+            limits=reduce(_looser, (item.limits for item in everyone)),
+            is_random=any(item.is_random for item in everyone),
+            allow_mixing=self._config.allow_mixing,
+        )
+        self._is_open = not verdict.is_verified and any(any(item.empty) for item in seen)
         if verdict.warning:
             rank_zero_warn(verdict.warning)
         if verdict.rule != self.scale.rule and self.scale.rule is not None:
@@ -192,7 +202,7 @@ class SplitRun:
         elif self.scale.rule is None:
             rank_zero_info("%s", verdict)
         unit = self.scale.unit
-        if self.scale.rule is None:  # Only once, so that gradients in hooks keep their scale.
+        if self.scale.rule is None:  # Only once: hooks should see gradients of one scale.
             targets = [item.counts.get(verdict.rule.counting, (0.0,))[0] for item in seen]
             unit = 2.0 ** round(math.log2(max([1.0, *targets]) * max(num_microbatches, 1)))
         self.scale = LossScale(verdict.rule, verdict.rule.is_sum, unit)
@@ -228,7 +238,8 @@ class SplitRun:
                 limits = forward.limits
                 if found is not None:
                     seen.append(found)
-        return self._report(parts, seen, running, _Found((), limits, has_drawn))
+        speaks = running.place is not None and running.place.tp_rank == 0
+        return _Found(_evidence_of(seen) if seen and speaks else (), limits, has_drawn)
 
     def _run_part(
         self,
@@ -241,10 +252,9 @@ class SplitRun:
         """Run one part; return its result if this is a last stage."""
         hiding = running.weights.in_step() or nullcontext()
         try:
-            with hiding, self._boundary.forward_of(forward):
-                forward.begin_step()
-                output = step(part)
-                check_known(output, "What the step returns needs")
+            with hiding:
+                output = self._boundary.run_step(forward, forward.watching(step), part)
+            check_known(output, "What the step returns needs")
             forward.look()
             loss = loss_of(output)
             forward.limits = _looser(forward.limits, Limits.of_graph(loss))
@@ -267,41 +277,6 @@ class SplitRun:
         link.send_activation(handed_on)
         return None
 
-    def _report(
-        self, parts: Sequence[Any], seen: Sequence[_Seen], running: RunningPlan, found: _Found
-    ) -> _Found:
-        speaks = running.place is not None and running.place.tp_rank == 0
-        if not seen or not speaks:
-            return found
-        num_samples, is_doubled = sizes_of(parts[0])[0], len(parts) == 2
-        failed = next((item for item in seen if item.failure), None)
-        if failed is not None:
-            whole = seen[1] if is_doubled else seen[0]
-            if whole.error is not None:
-                raise whole.error  # The iteration itself would raise it.
-            failure = "" if is_doubled else failed.failure
-            nothing = (0.0, 0.0, 0.0)
-            evidence = Evidence(
-                (nothing, nothing, nothing), {}, num_samples, found.limits, failure=failure
-            )
-            return replace(found, evidence=(evidence,))
-        whole, first, *others = seen
-        second, *twice = others or [first]
-        triples = [(whole, first, second), *[(item, first, first) for item in twice]]
-        return replace(
-            found,
-            evidence=tuple(
-                Evidence.of(
-                    [item.gradient for item in triple],
-                    _counts_of(triple),
-                    num_samples=num_samples,
-                    limits=found.limits,
-                    is_random=found.is_random,
-                )
-                for triple in triples
-            ),
-        )
-
     def _limits(self) -> Limits:
         limits = Limits.of(self._config.compute_dtype)
         kind = self._device.type
@@ -320,18 +295,18 @@ class SplitRun:
         except RuntimeError as error:
             if "use_reentrant" not in str(error):
                 raise
-            # Checkpoints around the layers from which `autograd.grad` gets nothing: don't compare.
+            # There are checkpoints around the layers, from which `autograd.grad` gets nothing:
+            # don't compare.
             forward.has_drawn = True
         vectors = [
             torch.zeros_like(parameter) if item is None else item
             for parameter, item in zip(chosen, gradients, strict=True)
         ]
-        real = [torch.view_as_real(i) if i.is_complex() else i for i in vectors]
-        found = [item.detach().reshape(-1).float() for item in real]
+        found = [item.detach().reshape(-1).float() for item in vectors]
         return torch.cat(found).cpu() if found else torch.zeros(1)
 
     def _chosen(self, running: RunningPlan) -> list[nn.Parameter]:
-        """Return small parameters in the last layer and behind it, or else of the whole stage."""
+        """Return small parameters of the last layer and behind it, else of the whole stage."""
         shards, specs = running.weights.shards, self._layout.specs
         whole = [
             spec
@@ -350,6 +325,23 @@ class SplitRun:
             if not found or total <= _MOST_NUMEL:
                 found.append(shards[spec.name])
         return found
+
+
+def _evidence_of(seen: Sequence[_Seen]) -> tuple[Evidence, ...]:
+    """Return what a last stage's parts tell."""
+    is_doubled = len(seen) == 2
+    failed = next((item for item in seen if item.failure), None)
+    if failed is not None:
+        whole = seen[1] if is_doubled else seen[0]
+        if whole.error is not None:
+            raise whole.error  # The iteration itself would raise it.
+        nothing = (0.0, 0.0, 0.0)
+        failure = "" if is_doubled else failed.failure
+        return (Evidence((nothing, nothing, nothing), {}, failure),)
+    whole, first, *others = seen
+    second, *twice = others or [first]
+    triples = [(whole, first, second), *[(item, first, first) for item in twice]]
+    return tuple(Evidence.of([i.gradient for i in found], _counts_of(found)) for found in triples)
 
 
 def _counts_of(seen: Sequence[_Seen]) -> dict[Counting, Triple]:

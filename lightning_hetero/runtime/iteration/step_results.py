@@ -1,6 +1,6 @@
 """Collect the results of a rank's steps in an iteration: losses, gradients, logs, outputs, lists.
 
-Only on a last stage does the user's step run to its end, so only there it has results.
+Only on a pipeline's last stage does the user's step run to its end, so only that stage has results.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,19 +36,20 @@ class LossScale:
     """How the losses of an iteration's micro-batches count."""
 
     rule: LossRule | None = None
-    """Whether losses are means, and over what, or sums; None if no check has found it out."""
+    """Whether losses are sums or means, and over what; None until a check has found out."""
     is_sum: bool = False
-    """Whether losses are added without weights: sums, or the only loss of an iteration."""
+    """Whether losses are added without weights: each is a sum, or it is the iteration's only
+    one."""
     unit: float = 1.0
-    """Power of two near the number of an iteration's targets. The gradient with which a backward
-    pass begins is the micro-batch's targets / unit, which is close to 1."""
+    """Power of two near the iteration's number of targets. The backward of a micro-batch's mean
+    loss begins with the gradient targets / unit, which is close to 1."""
 
 
 class StepResults:
     """Collects the results of one rank's steps in one iteration.
 
     For each micro-batch `begin` is called, then `keep` if the step ran to its end, or `drop` if it
-    ended with its stage.
+    was left at the end of its stage.
 
     Args:
         module: The user's LightningModule.
@@ -73,7 +74,7 @@ class StepResults:
         self._factor = factor
         self.is_training = is_training
         self.records: list[StepRecord] = []
-        """What steps returned and appended on a last stage, one record for each micro-batch."""
+        """What steps returned and appended on a last stage; one record for each micro-batch."""
         self.losses = LossSums(device, is_sum=scale.is_sum)
         self.epoch_weight = 0
         """Weight in an epoch's mean, summed over the micro-batches that have begun."""
@@ -85,28 +86,28 @@ class StepResults:
         """The module's method that counts the targets of a batch, if it has one."""
 
     def begin(self, microbatch: Any, num_samples: int, *, counts: bool = True) -> None:
-        """Note the module's state before a step.
+        """Count a micro-batch's samples before its step.
 
         Args:
             microbatch: The micro-batch.
             num_samples: Its samples.
-            counts: False if another step of this rank, for another chunk, counts the samples.
+            counts: False if the step of another chunk on this rank counts the samples.
         """
-        self._lists.begin()
         if counts:
             self.epoch_weight += epoch_weight(microbatch, num_samples)
 
     def drop(self) -> None:
-        """Discard the results of a step that ended with its stage."""
+        """Discard the results of a step that was left at the end of its stage."""
         self._logs.drop_microbatch()
         self._lists.take()
 
     def keep(self, output: Any, microbatch: Any) -> tuple[list[Tensor], Tensor]:
-        """Keep what a step that ran to its end has returned, logged and appended.
+        """Keep what a step that has run to its end returned, logged and appended.
 
         Returns:
-            The loss, and the gradient with which its backward begins. No loss outside of training,
-            and none of a micro-batch without targets: it may be NaN, and 0 * NaN is NaN.
+                The loss, and the gradient with which its backward begins. Outside of training there
+                    is no loss. A micro-batch without targets has none either: its loss may be NaN,
+                    and 0 * NaN is NaN.
 
         Raises:
             StepError: The step returned no loss.
@@ -114,11 +115,13 @@ class StepResults:
         """
         is_named = isinstance(output, Mapping)
         if self.is_training and is_named:
-            output = dict(output)  # Lightning takes any mapping, and hands on a dict.
+            output = dict(output)  # Lightning takes any mapping but hands on a dict.
         check_known(output, "What the step returns needs")
         returned = output.get("loss") if is_named else output
         loss = loss_of(output).float() if self.is_training else None
         count = self._count(microbatch)
+        if not isinstance(count, Tensor) or count.device.type == "cpu":
+            count = float(count)
         weight = as_weight(count, self._device)
         is_sum = self._scale.is_sum and self._scale.rule is not None
         self._logs.keep_microbatch(weight, summed=returned if is_sum else None)
@@ -129,13 +132,11 @@ class StepResults:
         self.losses.add(loss, weight)
         if self._scale.is_sum:
             return [loss], torch.full_like(loss, self._factor)
+        gradient = torch.full_like(loss, self._factor / self._scale.unit).mul_(weight)
         # A count on an accelerator isn't read: the host would wait for the forward pass. If it is
         # 0, so is the gradient; a loss that divides by it is found out by gradients of NaN.
-        is_known = not isinstance(count, Tensor) or count.device.type == "cpu"
-        # As a number: a comparison of tensors would make another tensor.
-        has_none = is_known and not float(count) > 0
-        factor = self._factor / self._scale.unit
-        return [] if has_none else [loss], (weight * factor).float()
+        has_none = isinstance(count, float) and not count > 0
+        return [] if has_none else [loss], gradient
 
     def _count(self, microbatch: Any) -> Any:
         """Return the number of targets of a micro-batch, by which means are weighted."""
@@ -196,7 +197,7 @@ class StepGradients:
         if self.by_name:
             torch._foreach_mul_([*self.by_name.values()], scale / self.loss_scale)
         self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
-        # The host must know before the optimizer's step whether to skip it.
+        # Before the optimizer's step the host must know whether to skip it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss
         is_late = self._late.is_late and not is_now
@@ -216,7 +217,7 @@ class StepGradients:
         return loss.value
 
     def settle(self) -> None:
-        """Check the sums of the last iteration, which arrive late; see `LateNumbers`."""
+        """Check the last iteration's sums, which arrive late on accelerators; see `LateNumbers`."""
         self._late.settle()
 
 

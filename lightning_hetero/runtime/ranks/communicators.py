@@ -1,9 +1,9 @@
 """The process groups of one run, one for each kind of traffic, and how they end when a peer fails.
 
-Each rank's messages to each rank of a neighbouring stage have a communicator of their own, and so
-have pull and push, so that the order of one never blocks another; control messages travel on CPU
-(gloo) whatever the device is. Checkpoints are saved and recovered beside training without a group,
-through the ranks' store.
+Messages from each rank to each rank of a neighbouring stage have a communicator of their own, and
+so have pull and push, so that one kind of traffic never blocks another. Control messages travel on
+CPU (gloo) on any device. Checkpoints are saved and recovered beside training without a process
+group, through the ranks' store.
 """
 
 from collections import Counter
@@ -40,11 +40,11 @@ __all__ = [
 ]
 
 MAX_EXCHANGE_GROUPS = 32
-"""Most communicators of pull and push that a rank is in, besides the one of all ranks.
+"""Largest number of pull and push communicators that a rank is in, besides the one of all ranks.
 
-There is one for each set of ranks that hold the same part of a unit, which stage boundaries and TP
-degrees determine: with equal pipelines a rank is in one for each end of its stage, and in one or
-two for the parameters outside the layers. NCCL keeps buffers in each.
+There is one for each set of ranks that hold the same part of a unit. Stage boundaries and TP
+degrees determine these sets: with equal pipelines a rank is in one for each end of its stage, and
+in one or two for the parameters outside the layers. NCCL allocates buffers for each.
 """
 
 _T = TypeVar("_T")
@@ -67,10 +67,10 @@ def check_queues(device: torch.device, environment: Mapping[str, str]) -> None:
 
 
 def leave_failures_to_ranks(environment: MutableMapping[str, str]) -> None:
-    """Have NCCL's groups neither abort by themselves nor end the process where a peer is lost.
+    """Keep NCCL's groups from aborting by themselves, or ending the process, if a peer is lost.
 
     By default, and as torchrun sets it, torch does one or both. Ranks that go on in place abort
-    their groups themselves, once they know what their devices have trained (`StepEnd`).
+    their groups themselves, once they know which step their devices have finished (`StepEnd`).
     """
     environment["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
 
@@ -93,8 +93,8 @@ def init_process_group(
 ) -> None:
     """Make torch's default group, like torch's function of this name; collective.
 
-    torch names groups by a counter. A meeting that failed may have advanced it on some ranks only,
-    and ranks would then wait for each other under different names. So the counter is reset.
+    torch names groups by a counter. If an attempt to connect failed, it may have been advanced on
+    some ranks only, and ranks would then wait for each other under different names. So it is reset.
     """
     distributed_c10d._world.group_count = 0
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
@@ -103,7 +103,7 @@ def init_process_group(
 def all_gather_single(
     into: Tensor, own: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
 ) -> Any:
-    """Gather equal tensors into one, by torch's function that isn't deprecated in this version."""
+    """Gather equal tensors into one, by that function of torch that this version supports."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(into, own, group=group, async_op=async_op)
 
@@ -111,24 +111,24 @@ def all_gather_single(
 def reduce_scatter_single(
     into: Tensor, given: Tensor, group: dist.ProcessGroup | None, *, async_op: bool = False
 ) -> Any:
-    """Sum and scatter equal parts, by torch's function that isn't deprecated in this version."""
+    """Sum and scatter equal parts, by that function of torch that this version supports."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(into, given, group=group, async_op=async_op)
 
 
 class Rows:
-    """Small rows of all ranks, one of each, on their way to rank 0; all ranks make the same calls.
+    """Gathers a small row from each rank on rank 0; all ranks make the same calls.
 
     ::
 
         rows = Rows(row, group)  # doesn't wait
         found = rows.share()  # (num_ranks, length), on every rank
 
-    They travel over a binomial tree, so no rank has more than log₂ n messages or neighbours: rank
-    r, a multiple of 2ᵏ, gathers the rows [r, r + 2ᵏ) and sends them to rank r - 2ᵏ.
+    Rows travel over a binomial tree, so no rank has more than log₂ n messages or neighbours: rank
+    r, if a multiple of 2ᵏ, gathers the rows [r, r + 2ᵏ) and sends them to rank r - 2ᵏ.
 
     Args:
-        row: This rank's, (length,), as long as the others'.
+        row: This rank's row, (length,), of the same length on all ranks.
         group: A gloo group of all ranks; None if there is only one.
     """
 
@@ -177,29 +177,29 @@ class Rows:
 
 
 class StepEnd:
-    """Tells whether a device had reached a step's end before communicators were aborted.
+    """Tells whether a device had finished a step before communicators were aborted.
 
-    A host runs ahead of its device, and agrees with the others on a step whose sums may still be on
-    their way. Under NCCL only an abort ends the wait for a dead peer, and then the device goes on
-    with whatever is in the buffers. So a step counts as trained only if its end was reached before.
-    Without streams it is immediate.
+    A host runs ahead of its device, and agrees with the others on a step whose sums the device may
+    not have received yet. Under NCCL only an abort ends the wait for a dead peer, and then the
+    device goes on with whatever is in its buffers. So a step counts as trained only if the device
+    had finished it before. Without streams a step is finished at once.
     """
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
         self._is_cut = False
         self.is_reached = True
-        """Whether the last noted end was reached before any abort."""
+        """Whether the last noted step was finished before any abort."""
 
     def note(self, device: torch.device) -> None:
         """Note that the device has been given all work of a step; called by the main thread."""
         if device.type == "cuda":
             self._event = torch.cuda.current_stream(device).record_event()
-            if self._is_cut:  # `cut` may have come before the event.
+            if self._is_cut:  # `cut` may have been called before the event was recorded.
                 self.is_reached = False
 
     def wait(self) -> None:
-        """Wait until the device has reached the end."""
+        """Wait until the device has finished the step."""
         if self._event is not None:
             self._event.synchronize()
 
@@ -216,7 +216,7 @@ class StepEnd:
 
 @dataclass(kw_only=True, eq=False)
 class Communicators:
-    """The communicators of a run; all are None if there is only one rank."""
+    """The communicators of a run; all of them are None if there is only one rank."""
 
     global_rank: int
     world_size: int
@@ -227,11 +227,11 @@ class Communicators:
     control: dist.ProcessGroup | None = None
     """Reports and objects, on CPU."""
     timeout: timedelta = timedelta(minutes=5)
-    """How long an operation may wait, even in groups made later."""
+    """How long an operation may wait, also in groups that are made later."""
     connections: Connections = field(default_factory=Connections, repr=False, compare=False)
     """The connections that the groups have opened."""
     step_end: StepEnd = field(default_factory=StepEnd, repr=False, compare=False)
-    """Tells whether the device had ended the last step before an abort."""
+    """Tells whether the device had finished the last step before an abort."""
     _is_aborted: bool = field(default=False, repr=False, compare=False)
     _edges: dict[Edge, dist.ProcessGroup] = field(default_factory=dict, repr=False, compare=False)
     _groups: dict[tuple[int, ...], dist.ProcessGroup] = field(
@@ -282,9 +282,9 @@ class Communicators:
         return self._edges[edge]
 
     def abort(self) -> None:
-        """End all waits in the communicators, as far as their backends can, since a peer is dead.
+        """End all waits in the communicators, as far as backends allow, because a peer is dead.
 
-        NCCL's kernels would wait for it until NCCL's own timeout, even in a teardown.
+        Without that, NCCL's kernels would wait for it until NCCL's own timeout, even in a teardown.
         """
         self.step_end.cut()
         self._is_aborted = True
@@ -324,7 +324,7 @@ class Communicators:
         return answer
 
     def tensor_parallel_group(self, plan: ParallelPlan) -> dist.ProcessGroup | None:
-        """Return the group of this rank's stage, None without one; collective over all ranks.
+        """Return the group of this rank's stage, None for one rank; collective over all ranks.
 
         A group is made once, by all ranks in the order of the plan, and kept for later plans.
         """
@@ -340,8 +340,8 @@ class Communicators:
     ) -> None:
         """Make the groups of some sets of ranks, under some keys; collective over all ranks.
 
-        A rank calls torch for each of them, because torch counts them to name them, and names must
-        agree. One of which it is no member costs that call and no message (on gloo).
+        Every rank calls torch for each of the groups, because torch names them by counting, and
+        names must agree. On gloo, a group that this rank isn't in costs that call but no message.
         """
 
         def make() -> None:
@@ -360,9 +360,9 @@ class Communicators:
         return self.exchange if len(ranks) == self.world_size else self._exchange_groups.get(ranks)
 
     def make_exchange_groups(self, wanted: Iterable[tuple[int, ...]]) -> None:
-        """Make the communicators of sets of ranks, the first ones first, as far as there are any.
+        """Make the communicators of sets of ranks, in order, up to `MAX_EXCHANGE_GROUPS` per rank.
 
-        Collective over all ranks, which want the same in the same order. See `MAX_EXCHANGE_GROUPS`.
+        Collective over all ranks, which pass the same sets in the same order.
         """
         known = self._exchange_groups
         numbers = Counter(chain.from_iterable(known))
@@ -378,7 +378,7 @@ class Communicators:
 def _group_of_all(
     connections: Connections, timeout: timedelta, backend: str | None = None
 ) -> dist.ProcessGroup:
-    connections.check()  # A thread that was left here mustn't count groups of the next run.
+    connections.check()  # An abandoned thread mustn't add groups to the next run's count.
     made = dist.new_group(backend=backend, timeout=timeout)
     assert isinstance(made, dist.ProcessGroup)
     return made

@@ -1,16 +1,16 @@
-"""Close the connections of a run's groups, so that nobody waits in them any more.
+"""Close the connections of a run's process groups, so that nothing waits in them any more.
 
 gloo's `abort` and `shutdown` end no waits (torch 2.13). So a rank that waits for a frozen one, or
-for one that has itself stopped waiting, would wait until its timeout. Groups also outlive their
-run, because frames of the exception that ended it hold them. Therefore the sockets that groups open
-are recorded, and closed by hand.
+for one that has itself stopped waiting, would wait until its timeout. Groups may also outlive their
+run, because frames of the exception that ended it refer to them. Therefore the sockets that groups
+open are recorded and closed here.
 
-They are closed in two steps. gloo notifies a waiting rank if a connection ends while it reads, but
-not always if a write fails: then the send is forgotten, and whoever waits for it waits until the
-timeout (this was seen in a third of the cases while ranks exchanged message after message). So a
-connection is first closed for reading only, on this rank: the last messages can still be written,
-and the other rank notices nothing. A moment later, when no thread here writes any more, it is
-closed for both.
+They are closed in two steps. gloo notifies a waiting rank if a connection ends while gloo reads,
+but not always if a write fails: then the send is forgotten, and whoever waits for it waits until
+the timeout (seen in a third of the cases while ranks exchanged message after message). So this rank
+first closes a connection for reading only: its last messages can still be written, and the other
+rank notices nothing. A moment later, when no thread here writes any more, it is closed in both
+directions.
 """
 
 import os
@@ -32,27 +32,26 @@ __all__ = ["Connections", "is_broken_connection"]
 
 _T = TypeVar("_T")
 _NOTICE_S = 0.05
-"""Seconds that groups may take to notice that connections are closed for reading. A group that is
-just being made may take ten times as long."""
+"""Seconds in which groups notice that connections are closed for reading. A group that is just
+being made may take ten times as long."""
 
 _OWN_MEMORY = ("out of memory", "Failed to CUDA calloc", "Failed to CUDA host alloc")
-"""Texts of NCCL's errors about memory on this rank's own device: no peer has failed."""
+"""Parts of NCCL's error messages about this rank's own memory: no peer has failed."""
 
 _Opened = set[tuple[int, str]]
-"""File descriptors with what the system says they are, since a descriptor's number is used
-again."""
+"""File descriptors, each with the system's description of it, because descriptors are reused."""
 
 
 class Connections:
     """The connections of this process's groups; only on Linux, elsewhere none are known.
 
     Args:
-        may_end: Whether the process may go on after they are closed.
+        may_end: Whether the process may go on after the connections are closed.
     """
 
     def __init__(self, *, may_end: bool = False) -> None:
         self._opened: _Opened = set()
-        # Connections that exist already are no group's, such as a membership's to its store.
+        # Connections that exist already aren't a group's: one may be a membership's, to its store.
         self._kept: _Opened = _sockets() if may_end else set()
         self._may_end = may_end
         self._is_hung_up = False
@@ -61,8 +60,7 @@ class Connections:
         """Return what `make` returns, such as a new group, and record the sockets that it opens.
 
         gloo waits for every rank of a new group, even for a dead one, and only a timeout ends that
-        wait. So if connections may be closed here, `make` runs on a thread, which may be left
-        behind.
+        wait. So if connections may be closed here, `make` runs on a thread, which can be abandoned.
 
         Raises:
             RuntimeError: The connections were closed. It counts as a broken connection.
@@ -98,7 +96,7 @@ class Connections:
             raise RuntimeError("gloo: connections were hung up before all ranks had come.")
 
     def hang_up(self) -> None:
-        """Close the connections, and so end what waits for them."""
+        """Close the connections, which ends all waits in them."""
         self._is_hung_up = True
         with ExitStack() as held:
             ends = [held.enter_context(end) for end in self._ends()]
@@ -110,7 +108,7 @@ class Connections:
                 _shut(end, socket.SHUT_RDWR)
 
     def _ends(self) -> Iterator[socket.socket]:
-        """Yield further descriptors of the connections, so that they stay open until closed."""
+        """Yield duplicates of the connections' descriptors, so that they stay open until closed."""
         allow_files(os.getpid())
         for descriptor, _ in self._opened & _sockets():
             with suppress(OSError):

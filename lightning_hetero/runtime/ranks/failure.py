@@ -1,12 +1,12 @@
 """Find out that another rank has failed, report which and why, and never hang because of it.
 
-Every process sends heartbeats through the store, and each rank watches the next one (`heartbeat`).
-A rank that raises an error first writes the reason into the store. Other ranks notice it in
-different ways: gloo closes the connection of a peer that is gone, NCCL never returns, and the
-connections of a frozen rank stay open. In all cases the waiting rank raises `PeerError` with the
-failed rank's reason. If it can't raise, because its main thread waits inside a collective or its
-teardown doesn't end, the process is ended with that message and a non-zero exit code. All this
-works although rank 0 serves the store, and may be the one that is frozen.
+Every process sends heartbeats through the store, and each rank watches the next ones (`heartbeat`).
+A rank that raises an error first writes the reason into the store. Other ranks notice a failure in
+different ways: gloo closes the connection to a dead peer, NCCL never returns, and connections to a
+frozen rank stay open. In all cases the waiting rank raises `PeerError` with the failed rank's
+reason. If it can't, because its main thread waits inside a collective or its teardown doesn't end,
+the process is ended with that message and a non-zero exit code. All this works even if it is rank
+0, which may serve the store, that is frozen.
 """
 
 import atexit
@@ -29,13 +29,10 @@ __all__ = [
 ]
 
 LEAVE_EXIT_CODE = 14
-"""Exit code of ranks that end together to be restarted."""
-
-_GRACE_S = 10.0
-"""Seconds that a main thread may take to notice a failure, if nobody goes on in place."""
+"""Exit code of ranks that have agreed to end in order to be restarted."""
 
 _STARTING_S = 20.0
-"""Seconds for which a rank may be silent while processes start: imports may stop its thread."""
+"""Seconds that a rank may be silent while processes start: imports may stop its thread."""
 
 _STORE_IS_GONE = (
     "Rank 0 died or stopped answering: the store that it serves is gone. Look at that process's "
@@ -56,7 +53,7 @@ class AgreedExit(SystemExit):
 
 
 class GenerationChange(Exception):
-    """All ranks have stopped after the same step, and have a checkpoint of it.
+    """All ranks have stopped after the same step and have saved it, or needn't.
 
     Args:
         reason: Why they have stopped.
@@ -73,7 +70,7 @@ class FailureDetector:
 
     Args:
         heartbeat: This process's heartbeat.
-        ring: The ranks; if it has a bulletin, no rank serves the store.
+        ring: The ranks.
         timeout: How long this process may take to end, or to go on, after another rank's failure.
         silence: How long a rank may be silent before it counts as dead; None takes `timeout`.
         abort: Ends waits in communicators; called on a thread of its own once a rank has failed.
@@ -94,16 +91,16 @@ class FailureDetector:
         self._rank = ring.rank
         self._timeout_s = timeout.total_seconds()
         self._silence_s = (silence or timeout).total_seconds()
-        # In place, its own work (a compilation, a file) may take as long as others wait for it.
-        patience_s = _GRACE_S if ring.bulletin is None else ring.bulletin.patience_s
-        self._grace_s = min(patience_s, self._timeout_s)
+        # A main thread must notice a failure in this time. In place, its own work (a compilation, a
+        # file) may take as long as others wait for it.
+        self._grace_s = min(ring.patience_s, self._timeout_s)
         self._watch: Watch | None = None
         self._aborting: threading.Thread | None = None
         self._abort = abort
         self._is_starting = False
         self._reason: str | None = None
         self._is_judged = threading.Event()
-        """Set once it is known why the run can't go on."""
+        """Set once the reason is known why the run can't go on."""
         self._raised = threading.Event()
         self._judging: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -142,11 +139,11 @@ class FailureDetector:
         atexit.register(self.stop)
 
     def expect_slow_start(self, *, is_expected: bool) -> None:
-        """Allow ranks to be silent for longer while processes start, or no longer allow it."""
+        """Allow ranks a longer silence while processes start, or no longer allow it."""
         self._is_starting = is_expected
 
     def stop(self) -> None:
-        """Report that this rank ends, or goes on alone, without having failed."""
+        """Report that this rank ends, or goes on alone, without a failure."""
         self.pause()
         self._heartbeat.end(10 * self._interval_s)
 
@@ -158,12 +155,12 @@ class FailureDetector:
         if watch is not None:
             watch.wakes_judge.set()
         if self._judging is not None:
-            # Communicators that are destroyed by another thread never end their own threads.
+            # Communicators never end their own threads if another thread destroys them.
             self._judging.join(10 * self._interval_s)
         if self._aborting is not None:
-            # A late thread would close what the next generation has opened. And if Python ends
-            # meanwhile, a thread that returns from C++ is unwound by force, through code in which
-            # no exception is allowed: "terminate called without an active exception".
+            # A thread that is late would close what the next generation has opened. And if Python
+            # ends meanwhile, a thread that returns from C++ is unwound by force, through code that
+            # mustn't raise: "terminate called without an active exception".
             self._aborting.join(10 * self._interval_s)
 
     def report(self, error: BaseException) -> None:
@@ -190,8 +187,8 @@ class FailureDetector:
         )
 
     def _let_others_read(self) -> None:
-        """If this is rank 0 and serves the store, give others time to read why the run ends."""
-        if self._rank == 0 and self._ring.bulletin is None:
+        """If this is rank 0 and it serves the store, give others time to read why the run ends."""
+        if self._rank == 0 and self._ring.find_gone is None:
             self._heartbeat.wait_until_heard(3 * self._interval_s)
 
     # -- the judging thread ---------------------------------------------------------------------
@@ -219,17 +216,18 @@ class FailureDetector:
             return None
         heard = self._heartbeat
         if heard.is_store_gone or store.look(heard.num_rounds) > patience_s:
-            return _STORE_IS_GONE if self._ring.bulletin is None else _STORE_OF_OTHERS_IS_GONE
-        # Rounds of the heartbeat measure it: while the store doesn't answer, peers aren't seen.
-        if watch.peer_silence_s > patience_s:
-            heard.tell(watch.peer, _describe_silent(watch.peer))
+            return _STORE_IS_GONE if self._ring.find_gone is None else _STORE_OF_OTHERS_IS_GONE
+        # Measured in rounds of the heartbeat: while the store doesn't answer, peers can't be seen.
+        silent = (rank for rank, seconds in watch.silences_s.items() if seconds > patience_s)
+        if (rank := next(silent, None)) is not None:
+            heard.tell(rank, _describe_silent(rank))
         return None
 
     def _end_run(self, reason: str, stopped: threading.Event) -> None:
         """Give the main thread time to raise and clean up, then end the process."""
         aborting = threading.Thread(target=self._abort_quietly, name="abort", daemon=True)
         aborting.start()
-        self._aborting = aborting  # Begun, so that the main thread may wait for it.
+        self._aborting = aborting  # Already started, so that the main thread can wait for it.
         raised, unnoticed = Deadline(self._timeout_s), Deadline(self._grace_s)
         while not stopped.wait(self._interval_s / 5):
             if (raised if self._raised.is_set() else unnoticed).is_over:

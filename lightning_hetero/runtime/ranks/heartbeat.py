@@ -1,57 +1,55 @@
-"""Send this process's heartbeat, and watch those of others.
+"""Send this process's heartbeat, and hear of other processes: whether they are silent, or failed.
 
-A heartbeat is a counter in the run's store, one for each process. The process increases it from the
-moment when others may wait for it until it ends: as a rank of one generation after another, as a
-member that agrees on the next generation, and as a joiner. `silence_s` tells for how long a counter
-hasn't changed; it is used wherever one process asks whether another one lives.
+A heartbeat is a counter in the run's store, one for each process. The process increases it as long
+as others may wait for it: as a rank of one generation after another, as a member that agrees on the
+next generation, and as a joiner. `silence_s` returns for how long a counter hasn't changed; it is
+used wherever one process needs to know whether another one is alive.
 
-Ranks that train together form a `Ring`, in which each watches the next one. A round takes three
-calls of the store, whatever the number of ranks: increase the own counter, read the number of news,
-and read the counter of the watched rank. Only if there are news, or if the watched rank is silent,
-more is read. Then the ranks behind the silent one are watched as well: a node's ranks are lost
-together, and with each of them the one that watches the next. Once a connection has broken, rounds
-follow each other quickly until it is known why.
+Ranks that train together form a `Ring`, in which each watches the next ones: as many as a node has,
+since the ranks of a node are lost together. A round takes three calls of the store, whatever the
+number of ranks: increase the own counter, read the number of news, and read the counters of the
+watched ranks. More is read only if there are news. Once a connection has broken, rounds follow each
+other quickly until the reason is known.
 
 A call to a store whose server is frozen never returns and can't be cancelled. So a thread makes
-these calls. Other threads read what it has found, and whether it still gets answers.
+these calls; other threads read what it has found, and whether it still gets answers.
 """
 
 import json
 import math
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.process import Deadline
 
-__all__ = ["Bulletin", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
+__all__ = ["NEWS", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
 
-_FAILURE, _HEARD, _NEWS = "failure", "heard", "news"
-_SERVER_LEFT, _SUSPICION = "server left", "suspicion"
-_GONE = 2**32
+NEWS = "news"
+"""Key of a counter; after an increase each rank reads whether one has failed."""
+_END, _HEARD, _SUSPICION = "end", "heard", "suspicion"
+_ENDED = 2**32
 """Larger than any number of heartbeats; a process that ends adds it to its counter."""
 _OF_A_NODE = 16
-"""Number of ranks that are watched when the first of them is silent."""
-_SILENT_ROUNDS = 1.5
-"""Rounds without a heartbeat after which a rank counts as silent."""
+"""Number of ranks that each rank watches: about those of a node."""
 
 
 def interval_s(silence_s: float) -> float:
-    """Return the seconds between two beats of a process that may be silent for `silence_s`."""
+    """Return the seconds between two beats if a process counts as lost after `silence_s`."""
     return min(0.5, silence_s / 10)
 
 
 class Silence:
-    """Measures for how long something has shown no sign of life, while this process could see it.
+    """Measures for how long something has shown no sign of life while this process could see it.
 
     Args:
-        nap_s: Most seconds that count between two checks. If this process was stopped, or got no
-            time on a busy machine, it has seen nothing of the others meanwhile.
+        nap_s: Largest number of seconds that count between two checks. If this process was stopped,
+            or got no time on a busy machine, it couldn't see others meanwhile.
         sign: The last sign of life, if one is known.
     """
 
@@ -63,26 +61,12 @@ class Silence:
         """Seconds of silence so far."""
 
     def look(self, sign: object) -> float:
-        """Compare with the present sign; return the seconds of silence, 0 if it has changed."""
+        """Compare with the present sign; return the seconds of silence, 0 if the sign changed."""
         now_s = time.monotonic()
         gap_s = min(now_s - self._looked_at_s, self._nap_s)
         self.seconds = 0.0 if sign != self._sign else self.seconds + gap_s
         self._sign, self._looked_at_s = sign, now_s
         return self.seconds
-
-
-class Bulletin(Protocol):
-    """Other sources than the ranks that say which rank is gone, such as a worker's keeper."""
-
-    @property
-    def patience_s(self) -> float:
-        """Seconds for which others wait for a live rank once a rank is gone."""
-
-    def num_news(self) -> int:
-        """Return a number that grows with each news; one call of a store."""
-
-    def find_gone(self) -> tuple[int, str] | None:
-        """Return a rank that is gone, and why; None if none is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +78,18 @@ class Ring:
     rank: int
     """The rank of this process."""
     name: str = "ring"
-    """Prefix of the ring's news in the store; different for each ring of the run."""
-    bulletin: Bulletin | None = None
-    """Read in every round, if there is one."""
+    """Prefix of the ring's keys in the store; different for each ring of the run."""
+    find_gone: Callable[[], tuple[int, str] | None] | None = None
+    """Returns a rank that is recorded as gone, and why; None if ranks don't outlive others: then
+    rank 0 may serve the store."""
+    patience_s: float = 10.0
+    """Seconds that others wait for a rank that is alive, once another rank is gone."""
+
+    @property
+    def watched(self) -> tuple[int, ...]:
+        """The ranks that this one watches."""
+        count = len(self.numbers)
+        return tuple((self.rank + k) % count for k in range(1, min(_OF_A_NODE, count - 1) + 1))
 
 
 class Watch:
@@ -109,28 +102,26 @@ class Watch:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self.failure: str | None = None
-        """The first failure that any rank has reported; None if there is none."""
+        """The first failure that any rank has reported; None so far."""
         self.failed_rank = -1
-        """The rank that has failed, and may be dead."""
+        """The rank that failed, and may be dead; -1 if there is none."""
+        self.has_server_left = False
+        """Whether rank 0 has ended normally; then the loss of the store is no failure."""
         self.is_suspicious = False
         """Whether any rank has lost a connection; then silent ranks count as dead sooner."""
         self.wakes_judge = threading.Event()
-        """Set when there is a failure, or when watching ends."""
-        self.has_server_left = False
-        """Whether rank 0 has ended normally; then the loss of the store is no failure."""
-        self.peer = (ring.rank + 1) % len(ring.numbers)
-        """The watched rank: the next one that hasn't ended normally; this rank if there is none."""
-        self.peer_silence_s = 0.0
-        """Seconds for which the watched rank has been silent."""
-        self.num_news = 0
-        self.to_tell: str | None = None
+        """Set when there is a failure, or when watching ends: the judging thread then continues."""
+        self.silences_s: dict[int, float] = {}
+        """For each watched rank that hasn't ended normally, its seconds of silence."""
+        self.num_news: int | None = None
+        self.to_tell: tuple[int, str] | None = None
         self.suspects = False
 
 
 class Heartbeat:
     """One process's heartbeat, from `begin` to `end`; may begin again.
 
-    All processes of a run must begin equally often: their n-th counters belong together.
+    All processes of a run must begin equally often, because their n-th counters belong together.
 
     Args:
         store: The run's store; the thread uses a connection of its own.
@@ -155,6 +146,8 @@ class Heartbeat:
         """Set once the store has answered."""
         self.num_rounds = 0
         """Number of rounds in which the store has answered."""
+        self.num_news = 0
+        """Number of news in the last round."""
         self.is_store_gone = False
         """Whether the store has closed the connection."""
 
@@ -168,27 +161,17 @@ class Heartbeat:
             self._thread.start()
 
     def watch(self, ring: Ring) -> Watch:
-        """Watch another ring from now on; return what is known of it, which changes with time."""
+        """Watch another ring from now on; return what is known of it, which is updated."""
         self._watch = watch = Watch(ring)
         self._suspected_at_s = -math.inf
         self._wake.set()
         return watch
 
     def tell(self, failed_rank: int, reason: str) -> None:
-        """Tell the others that a rank has failed; the first failure told by any rank counts."""
+        """Tell the others that a rank has failed; the first failure that any rank tells counts."""
         if self._watch is not None:
-            self._watch.to_tell = json.dumps({"rank": failed_rank, "reason": reason})
+            self._watch.to_tell = failed_rank, reason
         self._wake.set()
-
-    def wait_until_heard(self, timeout_s: float) -> None:
-        """Wait until each rank knows which rank has failed, at most `timeout_s`."""
-        watch, deadline = self._watch, Deadline(timeout_s)
-        if watch is None:
-            return
-        key, num_ranks = self._key(watch, _HEARD), len(watch.ring.numbers)
-        with suppress(DistError):  # Without the store nobody can be told.
-            while self._store.add(key, 0) < num_ranks and not deadline.is_over:
-                time.sleep(self.interval_s / 20)
 
     def suspect(self) -> None:
         """Tell the others that a connection has broken, so that a rank may be dead."""
@@ -197,22 +180,28 @@ class Heartbeat:
             self._watch.suspects = True
         self._wake.set()
 
-    def beats_of(self, number: int) -> int:
-        """Return a process's counter; one call of the store, by any thread.
+    def wait_until_heard(self, timeout_s: float) -> None:
+        """Wait until each rank knows how the ring has ended, for at most `timeout_s`."""
+        if self._watch is not None:
+            with suppress(DistError):  # Without the store nobody can be told.
+                self._wait_until_heard(self._store, self._watch, timeout_s)
 
-        After the process has ended normally, the counter is larger than any number of heartbeats.
+    def beats_of(self, number: int) -> int:
+        """Return a process's number of heartbeats; one call of a store.
+
+        Once it has ended normally, the counter is larger than any number of heartbeats.
         """
         return int(self._store.add(self._beat(number), 0))
 
     def silence_s(self, number: int) -> float:
-        """Return the seconds for which a process was seen to be silent; one call of the store."""
+        """Return for how many seconds a process was seen to be silent; one call of a store."""
         return self._look_at(number, self.beats_of(number))
 
     def end(self, timeout_s: float) -> None:
-        """Report a normal end, so that nobody takes this process for dead.
+        """Report a normal end, so that this process doesn't count as dead.
 
-        Waits for the store, at most `timeout_s`. Rank 0 waits a moment longer, until the others
-        know that the loss of its store is no failure.
+        Waits for the store, for at most `timeout_s`. Rank 0 waits a moment longer, until the others
+        know that the loss of its store will be no failure.
         """
         self._is_ending = True
         self._wake.set()
@@ -233,85 +222,72 @@ class Heartbeat:
                 self._wake.clear()
             self._say_goodbye()
         except Exception:
-            # The client's own errors have many types, and the process may be half torn down.
+            # The client's own errors have many types, and the process may be partly torn down.
             self.is_store_gone = True
 
     def _pause_s(self) -> float:
         """Return the seconds until the next round."""
         watch = self._watch
-        # News of a failed rank come within moments; after this time silence is measured again.
+        # News of a failed rank come within moments; after this time only silence tells.
         is_over = time.monotonic() - self._suspected_at_s > 6 * self.interval_s
         if watch is None or is_over or watch.failure is not None:
             return self.interval_s
-        # With more than 100 ranks each waits longer, so that all together don't ask more often.
+        # With more than 100 ranks each waits longer, so that the store gets no more calls in total.
         return min(max(0.01, 1e-4 * len(watch.ring.numbers)), self.interval_s)
 
     def _round(self) -> None:
         self._own.add(self._beat(self.number), 1)
         watch = self._watch
+        self.num_news = int(self._own.add(NEWS, 0 if watch is None else self._tell(watch)))
         if watch is not None:
-            self._hear(watch)
-            self._watch_peer(watch)
-            self._watch_further(watch)
+            if self.num_news != watch.num_news:
+                self._read_news(watch)
+            self._look_around(watch)
         self.num_rounds += 1
-
-    def _hear(self, watch: Watch) -> None:
-        store, ring = self._own, watch.ring
-        num_news = store.add(self._key(watch, _NEWS), self._tell(watch))
-        if ring.bulletin is not None:
-            num_news += ring.bulletin.num_news()
-        if num_news != watch.num_news:
-            watch.num_news = num_news
-            self._read_news(watch)
 
     def _tell(self, watch: Watch) -> int:
         """Write this rank's news into the store; return their number."""
         told, watch.to_tell = watch.to_tell, None
         if told is not None:
-            self._own.compare_set(self._key(watch, _FAILURE), "", told)
+            self._own.compare_set(self._key(watch, _END), "", json.dumps(told))
         suspects = watch.suspects and not watch.is_suspicious
         if suspects:
             self._own.set(self._key(watch, _SUSPICION), "")
         return int(told is not None) + int(suspects)
 
     def _read_news(self, watch: Watch) -> None:
-        store, ring, failure = self._own, watch.ring, self._key(watch, _FAILURE)
-        watch.is_suspicious = store.check([self._key(watch, _SUSPICION)])
-        has_heard = watch.failure is not None
-        if watch.failure is None and store.check([failure]):
-            told = json.loads(store.get(failure))
-            watch.failed_rank, watch.failure = told["rank"], told["reason"]
-        gone = None if ring.bulletin is None else ring.bulletin.find_gone()
-        if watch.failure is None and gone is not None:
-            watch.failed_rank, watch.failure = gone
+        if watch.num_news is None:
+            for rank in watch.ring.watched:  # A counter that doesn't exist can't be read.
+                self._own.add(self._beat(watch.ring.numbers[rank]), 0)
+        watch.num_news = self.num_news
+        watch.is_suspicious = self._own.check([self._key(watch, _SUSPICION)])
+        if watch.failure is None and not watch.has_server_left:
+            self._read_end(watch)
         if watch.failure is not None:
             watch.wakes_judge.set()
-            if not has_heard:
-                store.add(self._key(watch, _HEARD), 1)
-        if ring.rank != 0 and store.check([self._key(watch, _SERVER_LEFT)]):
-            self._see_server_leave(watch)
 
-    def _watch_peer(self, watch: Watch) -> None:
-        """Watch the next rank that hasn't ended normally."""
-        numbers = watch.ring.numbers
-        while watch.peer != watch.ring.rank:
-            number = numbers[watch.peer]
-            beats = self._own.add(self._beat(number), 0)
-            if beats < _GONE:
-                watch.peer_silence_s = self._look_at(number, beats)
-                return
-            watch.peer = (watch.peer + 1) % len(numbers)
-        watch.peer_silence_s = 0.0
+    def _read_end(self, watch: Watch) -> None:
+        """Read whether a rank has failed, or rank 0 has ended, and confirm it."""
+        end, find_gone = self._key(watch, _END), watch.ring.find_gone
+        if self._own.check([end]):
+            found = json.loads(self._own.get(end))
+        else:
+            found = None if find_gone is None else find_gone()
+        if found is not None:
+            watch.failed_rank, watch.failure = found
+            watch.has_server_left = watch.failure is None
+            self._own.add(self._key(watch, _HEARD), 1)
 
-    def _watch_further(self, watch: Watch) -> None:
-        """While the watched rank is silent, also watch the ranks behind it."""
-        if watch.peer_silence_s <= _SILENT_ROUNDS * self.interval_s:
-            return
-        numbers = watch.ring.numbers
-        for step in range(1, min(_OF_A_NODE, len(numbers) - 1)):
-            rank = (watch.peer + step) % len(numbers)
-            if rank != watch.ring.rank:
-                self._look_at(numbers[rank], self._own.add(self._beat(numbers[rank]), 0))
+    def _look_around(self, watch: Watch) -> None:
+        """Look at the watched ranks, apart from those that have ended normally."""
+        ranks, numbers = watch.ring.watched, watch.ring.numbers
+        if ranks:
+            beats = self._own.multi_get([self._beat(numbers[rank]) for rank in ranks])
+            watch.silences_s = {
+                rank: self._look_at(numbers[rank], int(count))
+                for rank, count in zip(ranks, beats, strict=True)
+                if int(count) < _ENDED
+            }
 
     def _look_at(self, number: int, beats: int) -> float:
         with self._lock:
@@ -321,23 +297,21 @@ class Heartbeat:
 
     def _say_goodbye(self) -> None:
         store, watch = self._own, self._watch
-        store.add(self._beat(self.number), _GONE)
-        if watch is None:
+        store.add(self._beat(self.number), _ENDED)
+        if watch is None or watch.failure is not None:
             return
-        if watch.ring.rank != 0:
-            self._see_server_leave(watch)
-            return
-        store.set(self._key(watch, _SERVER_LEFT), "")
-        store.add(self._key(watch, _NEWS), 1)
-        patience_s, num_others = 8 * self.interval_s, len(watch.ring.numbers) - 1
-        deadline = Deadline(patience_s if watch.failure is None else 0.0)
-        while store.add(self._key(watch, "saw"), 0) < num_others and not deadline.is_over:
-            time.sleep(self.interval_s / 20)
-
-    def _see_server_leave(self, watch: Watch) -> None:
+        if watch.ring.rank == 0:
+            store.compare_set(self._key(watch, _END), "", json.dumps([0, None]))
+            store.add(NEWS, 1)
         if not watch.has_server_left:
-            watch.has_server_left = True
-            self._own.add(self._key(watch, "saw"), 1)
+            store.add(self._key(watch, _HEARD), 1)
+        if watch.ring.rank == 0:
+            self._wait_until_heard(store, watch, 8 * self.interval_s)
+
+    def _wait_until_heard(self, store: Store, watch: Watch, timeout_s: float) -> None:
+        key, deadline = self._key(watch, _HEARD), Deadline(timeout_s)
+        while store.add(key, 0) < len(watch.ring.numbers) and not deadline.is_over:
+            time.sleep(self.interval_s / 20)
 
     def _beat(self, number: int) -> str:
         return f"beat/{self._start or 1}/{number}"

@@ -1,11 +1,12 @@
-"""How the processes of a run meet: they connect to the store that one of them serves, and compare.
+"""How the processes of a run meet: connect to the store that one of them serves, and compare.
 
-A stale plan file or another version on one node would make messages differ in size. So ranks see at
-the start that all run the same thing: one that doesn't is named, and nobody hangs.
+If one node has an old plan file or another version, messages would differ in size. So the ranks
+compare what they run at the start: an error names the rank that differs, and none hangs.
 
-A store has 2n clients at n ranks, one per rank for calls that may wait and one for its heartbeat;
-6n if ranks may be outlived, with those of membership, generation and keepers. One that runs out of
-files answers no later clients, so its server's limit is raised as far as the system allows.
+With n ranks a store has 2n clients: for each rank one for calls that may wait and one for its
+heartbeat. If ranks may be outlived there are 6n, because membership, generation and keepers have
+clients, too. A server that runs out of file descriptors accepts no more clients, so its limit is
+raised as far as the system allows.
 """
 
 import json
@@ -41,7 +42,7 @@ __all__ = [
 ]
 
 EXIT_CODE = 13
-"""Exit code of a rank that had to be ended, because its main thread waits for ever."""
+"""Exit code of a rank that had to be ended because its main thread would wait forever."""
 
 
 def end_process(global_rank: int, reason: str) -> None:
@@ -56,8 +57,8 @@ def connect_store(
 ) -> Store:
     """Return the run's key-value store once all ranks have connected; collective over all ranks.
 
-    Under torchrun the agent may serve it, and it outlives the processes. Keys of a former start are
-    still there then, so the ranks first agree on a prefix of their own.
+    Under torchrun its agent may serve the store, which then outlives the processes and still has
+    the keys of an earlier start. So the ranks first agree on a prefix for this start.
 
     Raises:
         PeerError: The port is taken, or the other ranks didn't come within `start_timeout`.
@@ -100,9 +101,9 @@ def _late(global_rank: int, world_size: int, timeout_s: float, why: str) -> Peer
 
 @contextmanager
 def ended_when_late(global_rank: int, store: str, timeout_s: float) -> Iterator[None]:
-    """End the process if it still talks to a store when its own timeouts should have raised.
+    """End the process if it waits for a store for longer than the store's own timeouts.
 
-    They don't hold for a server that is frozen or cut off: it never answers.
+    Those don't work if the server is frozen or cut off: it never answers.
     """
     reason = f"{store} is connected and doesn't answer. Look at the process that serves it."
     timer = threading.Timer(timeout_s + min(10.0, timeout_s), end_process, [global_rank, reason])
@@ -115,11 +116,11 @@ def ended_when_late(global_rank: int, store: str, timeout_s: float) -> Iterator[
 
 
 def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> str:
-    """Return a name that the ranks that live now agree on, whatever former ones have left.
+    """Return a name on which the ranks of this start agree, whatever earlier ones have left.
 
-    Each rank says a word that nobody has used. Rank 0 goes on answering each with a name and the
-    word that it has heard, until all ranks have got their own word back and confirmed the name.
-    The agents' restart counts can't serve: they differ between nodes once one has joined later.
+    Each rank writes a word that is new. Rank 0 answers each, again and again, with a name and the
+    word that it has read, until all ranks have got their own word back and confirmed the name. The
+    agents' restart counts can't be used: they differ between nodes if one has joined later.
     """
     deadline = Deadline(timeout_s)
     word = uuid.uuid4().hex
@@ -141,7 +142,7 @@ def _meet(store: Store, global_rank: int, world_size: int, timeout_s: float) -> 
             if heard_word == word:
                 store.add(f"confirmed/{name}", 1)
                 return str(name)
-        # All ranks together ask the store no oftener than they would at a hundred ranks.
+        # All ranks together ask the store no more often than a hundred ranks would.
         time.sleep(max(0.01, 1e-4 * world_size))
     raise _late(
         global_rank,
@@ -162,7 +163,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _text_of(fact: object) -> str:
-    """Return a text, the same on all ranks: each process has its own order of a set of strings."""
+    """Return a text that is the same on all ranks, although the order of a set's strings isn't."""
     if isinstance(fact, (str, int, float)) or fact is None:
         return str(fact)
     if isinstance(fact, Set):
@@ -181,10 +182,10 @@ def _fields_of(kind: Any) -> tuple[str, ...]:
 
 
 def check_alike(comms: Communicators, **facts: object) -> None:
-    """Compare facts of all ranks, by their text, and versions of packages; collective.
+    """Compare facts, by their text, and versions of packages between all ranks; collective.
 
     Raises:
-        ConfigurationError: A rank has others than most; on every rank.
+        ConfigurationError: A rank's differ from those of most ranks; on every rank.
     """
     texts = {name: _text_of(fact) for name, fact in {**package_versions(), **facts}.items()}
     own = {

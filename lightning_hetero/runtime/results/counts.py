@@ -1,8 +1,8 @@
 """Count the targets of a micro-batch, by which its loss is weighted.
 
-A loss that is a mean is weighted by the number of targets of its micro-batch, a sum has weight 1:
-only then does a plan give the gradient of one big device. `split_check` measures which rule holds.
-To count targets only the batch is read, never the step's code.
+A loss that is a mean is weighted by its micro-batch's number of targets, a sum has weight 1: only
+then does a plan give the gradient of a single device. `split_check` measures which rule holds. To
+count targets only the batch is read, never the step's code.
 """
 
 from collections import UserDict
@@ -22,9 +22,9 @@ __all__ = ["Count", "Counting", "LossReduction", "LossRule", "as_weight"]
 
 Count = Tensor | int | float
 _NAMES = ("shift_labels", "labels", "label", "targets", "target", "y")
-"""Names under which batches hold targets, the likeliest first."""
+"""Names under which batches have targets, most likely first."""
 _IGNORED = (IGNORED_LABEL, 0, -1, 1, 2)
-"""Values of integers that losses ignore: torch's default, then usual ids of pads."""
+"""Integers that losses ignore: torch's default, then usual ids of padding."""
 
 
 class LossReduction(Choice):
@@ -83,7 +83,7 @@ class Counting:
 
     @classmethod
     def usual(cls, microbatch: Any, by_module: Callable[[Any], Count] | None) -> "Counting":
-        """Return the likeliest way: the module's count, the batch's own, labels, or samples."""
+        """Return the most likely way: the module's count, the batch's own, labels, or samples."""
         if by_module is not None:
             return cls("module")
         if _own_count(microbatch) is not None:
@@ -101,7 +101,7 @@ class Counting:
 
     @classmethod
     def likely(cls, microbatch: Any, by_module: Callable[[Any], Count] | None) -> list["Counting"]:
-        """Return all ways to count the targets of a batch, the likeliest first."""
+        """Return all ways to count the targets of a batch, most likely first."""
         found = [cls.usual(microbatch, by_module)]
         tensors = tensors_of(microbatch)
         places = list(reversed(range(len(tensors))))

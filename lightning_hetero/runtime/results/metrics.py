@@ -1,10 +1,10 @@
-"""Give the module's torchmetrics the states that they would have on one device, on every rank.
+"""Give the module's torchmetrics, on every rank, the states that they would have on one device.
 
 Last stages update metrics, each with its pipeline's micro-batches; other ranks have no states. When
 a metric computes, the states of last stages are merged by the metric's own reductions. Its value
 for a step is that of all micro-batches of the iteration.
 
-If hooks update a metric, its states are the same on every rank, and count once.
+If hooks update a metric, its states are the same on every rank and count once.
 """
 
 from collections.abc import Callable, Iterator
@@ -34,23 +34,22 @@ class StepMetrics:
 
     Args:
         module: The LightningModule that holds them.
-        comms: The communicators.
-        speaks: Returns whether this rank's states count: those of a tensor-parallel group's first
-            rank do.
+        speaks: Returns whether this rank's states count: of a tensor-parallel group, those of the
+            first rank do.
     """
 
     def __init__(self, module: nn.Module, comms: Communicators, speaks: Callable[[], bool]) -> None:
         self.comms = comms
         self.speaks = speaks
         self.in_step = False
-        """Whether a step runs, in which ranks can't wait for each other."""
+        """Whether a step is running, in which ranks can't wait for each other."""
         self._metrics = {
             name: item for name, item in module.named_modules() if isinstance(item, Metric)
         }
         self._is_cut = self._is_last = True
         self._calls: dict[int, list[_Call]] = {}
         self._under_way: list[list[tuple[Metric, dict[str, Any], int]]] = []
-        """For each running call that only computes a value, the states to restore after it."""
+        """For each running call that only computes a value, the states to restore afterwards."""
         self._hooks, self._own = [], []
         for metric in self._metrics.values():
             self._hooks += [
@@ -209,10 +208,10 @@ class _Sync:
 
 
 def _parts(accounts: list[_Account]) -> list[_Account]:
-    """Return the accounts to merge: one of them if they are alike, else all."""
+    """Return the accounts to merge: one of them if they are equal, else all."""
     if not all(item.is_alike for item in accounts):
         return accounts
-    # Ranks that came later may have missed updates.
+    # Ranks that joined later may have missed updates.
     most = max((item.count for item in accounts), default=0)
     fullest = [item for item in accounts if item.count == most]
     same = all(_are_equal(item.states, fullest[0].states) for item in fullest[1:])
@@ -220,7 +219,7 @@ def _parts(accounts: list[_Account]) -> list[_Account]:
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Whether states are equal but for how devices round."""
+    """Whether states are equal up to rounding."""
     pairs = list(zip(tree_leaves(left), tree_leaves(right), strict=False))
     return len(tree_leaves(left)) == len(tree_leaves(right)) and all(
         a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-4, equal_nan=True)

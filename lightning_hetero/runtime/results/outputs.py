@@ -6,8 +6,8 @@ joined, the result is a list with the value of each micro-batch. Example: two mi
 2 rows that return `{"logits": (4, 10), "name": "a"}` and `{"logits": (2, 10), "name": "a"}` give
 `{"logits": (6, 10), "name": "a"}`.
 
-Steps run to their end only on last stages, once per micro-batch. So items that they append to lists
-of the module are removed there, joined, and appended on every rank, one item per batch.
+Steps run to their end only on last stages, once per micro-batch. So items that they append to the
+module's lists are removed there, joined, and appended on every rank, one item per batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -69,7 +69,7 @@ class StepRecord:
 
 
 Records = dict[int, list[StepRecord]]
-"""Records of an iteration's steps, by pipeline, as far as this rank knows them."""
+"""Records of an iteration's steps, by pipeline; those that this rank has."""
 
 
 def records_of(
@@ -142,8 +142,8 @@ def _averaged(items: Sequence[Any], weights: Sequence[Any]) -> Any:
 class AppendedLists:
     """Takes out the items that steps append to lists of the module.
 
-    The lists are attributes, or in lists or dicts that are attributes. Before each step `begin` is
-    called, after it `take`.
+    The lists are attributes, or in lists or dicts that are attributes. Made before an iteration's
+    steps; after each of them `take` is called.
 
     Args:
         module: The LightningModule.
@@ -151,20 +151,17 @@ class AppendedLists:
 
     def __init__(self, module: nn.Module) -> None:
         self._attributes = vars(module)
-        self._lengths: dict[Path, int] = {}
-
-    def begin(self) -> None:
-        """Note the lists' lengths before a step."""
         self._lengths = {path: len(items) for path, items in self._lists()}
 
     def take(self) -> dict[Path, list[Any]]:
-        """Remove and return the items appended since `begin`."""
+        """Remove and return the items that the last step has appended."""
         taken: dict[Path, list[Any]] = {}
         for path, items in self._lists():
             before = self._lengths.get(path, 0)
             if len(items) > before:
                 taken[path] = items[before:]
                 del items[before:]
+            self._lengths[path] = len(items)
         return taken
 
     def _lists(self) -> Iterator[tuple[Path, list[Any]]]:

@@ -158,26 +158,13 @@ class Evidence:
     """Scalar products of G_m, G_a and G_b with each other: [m, a, b][m, a, b]."""
     counts: Mapping[Counting, Triple]
     """For each way to count, the targets of m, a and b; the usual way comes first."""
-    num_samples: int
-    """Samples of m; if it is 1, m is that sample twice, and both halves are equal."""
-    limits: Limits
-    is_random: bool = False
-    """Whether the step has drawn random numbers, so that gradients can't be compared."""
     failure: str = ""
     """The error with which the step of a half ended."""
     empty: tuple[bool, ...] = ()
     """Whether m, a and b gave NaN, as means over nothing do; a sum over nothing is 0."""
 
     @classmethod
-    def of(
-        cls,
-        gradients: Sequence[Tensor],
-        counts: Mapping[Counting, Triple],
-        *,
-        num_samples: int,
-        limits: Limits,
-        is_random: bool,
-    ) -> "Evidence":
+    def of(cls, gradients: Sequence[Tensor], counts: Mapping[Counting, Triple]) -> "Evidence":
         """Make it of the three gradients, each a vector.
 
         The gradient of a half without targets may be NaN, where its mean divides by zero, and
@@ -188,18 +175,14 @@ class Evidence:
         rows = torch.stack([whole, *halves])
         first, second, third = (tuple(row) for row in (rows @ rows.T).tolist())
         empty = tuple(bool(item.isnan().any()) for item in gradients)
-        return cls((first, second, third), counts, num_samples, limits, is_random, empty=empty)
+        return cls((first, second, third), counts, empty=empty)
 
     @property
     def is_blind(self) -> bool:
-        """Whether nothing follows from it: no gradients, infinite ones, or random numbers."""
+        """Whether nothing follows from it: no gradients, or infinite ones."""
         whole = self.products[0][0]
         parts = max(self.products[1][1], self.products[2][2])
-        return (
-            bool(self.is_random or self.failure)
-            or not math.isfinite(whole)
-            or max(whole, parts) < 1e-30
-        )
+        return bool(self.failure) or not math.isfinite(whole) or max(whole, parts) < 1e-30
 
     def residual(self, weights: tuple[float, float]) -> float:
         """Return the norm of G_m - w_a · G_a - w_b · G_b, relative to its summands."""
@@ -250,7 +233,9 @@ def judge(
     before: LossRule,
     declared: LossReduction | None,
     *,
-    allow_mixing: bool,
+    limits: Limits,
+    is_random: bool = False,
+    allow_mixing: bool = False,
 ) -> Verdict:
     """Return how losses count from now on.
 
@@ -258,6 +243,8 @@ def judge(
         found: The evidence of all last stages.
         before: The rule until now.
         declared: The user's `loss_reduction`.
+        limits: Those of residuals.
+        is_random: Whether steps have drawn random numbers, so that gradients can't be compared.
         allow_mixing: Whether samples may affect each other.
 
     Raises:
@@ -266,9 +253,8 @@ def judge(
     failure = next((item.failure for item in found if item.failure), "")
     if failure and not allow_mixing:
         raise StepError(_FAILED.format(failure=failure) + _REMEDIES)
-    seen = [item for item in found if not item.is_blind]
+    seen = [item for item in found if not (is_random or item.is_blind)]
     if not seen:
-        is_random = any(item.is_random for item in found)
         text = _RANDOM.format(rule=before) if is_random and declared is None else ""
         return Verdict(before, is_verified=False, warning=text)
     rules = _rules(seen, before, declared)
@@ -276,7 +262,6 @@ def judge(
     if not kept and not allow_mixing:
         raise StepError(_NOTHING.format(rule=before) + _REMEDIES)
     residuals = {rule: _largest(seen, rule) for rule in kept or rules}
-    limits = max((item.limits for item in seen), key=lambda item: item.refuse)
     best = min(residuals, key=lambda rule: (residuals[rule], rule != before))
     keeps = residuals.get(before, math.inf) <= max(_FACTOR * residuals[best], limits.warn)
     rule = before if keeps else next(i for i in residuals if residuals[i] <= residuals[best] * 1.01)

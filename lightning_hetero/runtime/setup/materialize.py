@@ -28,13 +28,15 @@ from lightning_hetero.runtime.random_state import PreservedRandomState, seed_of
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.weight_sources import BoxReader, WeightSources
-from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
+from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.slices.wholes import gather_everywhere
 
 __all__ = ["materialize"]
 
 _Initializer = Callable[[nn.Module], None]
+_Kept = tuple[SliceStore, str]
+"""The store of an earlier run, and a parameter's name in it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,16 +97,17 @@ def materialize(module: nn.Module, store: SliceStore, comms: Communicators, *, s
 
 def _find_states(
     store: SliceStore, comms: Communicators
-) -> tuple[dict[str, StandIn], frozenset[str], list[str]]:
-    """Return stand-ins of an earlier run, names to be recovered, and names on meta; collective.
+) -> tuple[dict[str, _Kept], frozenset[str], list[str]]:
+    """Return slices of an earlier run, names to be recovered, and names on meta; collective.
 
     Every rank has a stand-in or none, else ConfigurationError is raised. If any rank awaits the
     recovery of a parameter, all ranks do.
     """
     first = {name: slots[0].current for name, slots in store.layout.slots.items()}
-    kept = {name: item for name, item in first.items() if isinstance(item, StandIn)}
+    stand_ins = {name: item for name, item in first.items() if isinstance(item, StandIn)}
+    own = [name for name in store.specs if name in stand_ins and stand_ins[name].store is None]
+    kept = {name: (i.store, i.parameter) for name, i in stand_ins.items() if i.store is not None}
     _check_owners(kept, comms)
-    own = [name for name in store.specs if isinstance(first[name], Awaited)]
     meta = [name for name in store.specs if first[name].is_meta and name not in kept]
     everyone = comms.gather_objects((sorted(kept), own, meta))
     names = [item for item, _, _ in everyone]
@@ -125,13 +128,9 @@ def _find_states(
     return kept, awaited, absent[comms.global_rank]
 
 
-def _check_owners(kept: Mapping[str, StandIn], comms: Communicators) -> None:
-    owners = {
-        rank
-        for item in kept.values()
-        for slices in item.store.slices[item.parameter]
-        for rank in slices.ranks
-    }
+def _check_owners(kept: Mapping[str, _Kept], comms: Communicators) -> None:
+    slices = (item for before, name in kept.values() for item in before.slices[name])
+    owners = {rank for item in slices for rank in item.ranks}
     if any(owner >= comms.world_size for owner in owners):
         raise ConfigurationError(
             f"The module's parameters are slices of a run on {max(owners) + 1} ranks or more, but "
@@ -140,9 +139,9 @@ def _check_owners(kept: Mapping[str, StandIn], comms: Communicators) -> None:
         )
 
 
-def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: StandIn) -> None:
+def _adopt_kept(store: SliceStore, comms: Communicators, name: str, kept: _Kept) -> None:
     """Adopt this rank's slice of a parameter from an earlier run; collective over all ranks."""
-    before, old = kept.store, kept.parameter
+    before, old = kept
     own = before.masters[old].detach()
     unmoved = before.slices[old] == store.slices[name]
     if unmoved and before.specs[old].cut_dim == store.specs[name].cut_dim:

@@ -24,7 +24,7 @@ from lightning_hetero.runtime.slices.frozen import (
     fingerprint_of,
     is_opaque,
 )
-from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
+from lightning_hetero.runtime.slices.known_by_shape import StandIn
 
 __all__ = ["BoxReader", "WeightSource", "WeightSources", "find_frozen"]
 
@@ -124,7 +124,7 @@ def find_frozen(module: nn.Module, layout: ModelLayout, comms: Communicators) ->
         read = None if spec.requires_grad else _source_of(layout, spec, sources)
         if read is not None:
             own[spec.name] = read
-            is_kept = isinstance(layout.slots[spec.name][0].current, StandIn | Awaited)
+            is_kept = isinstance(layout.slots[spec.name][0].current, StandIn)
             is_built = isinstance(read, Opaque) and not read.is_stored
             digest = fingerprint_of(read, spec.shape) if is_built else 0
             told[spec.name] = isinstance(read, InMemory) and not is_kept, digest
@@ -158,8 +158,6 @@ def _keep_packing(module: nn.Module) -> None:
 def _source_of(layout: ModelLayout, spec: ParameterSpec, sources: WeightSources) -> Reader | None:
     current = layout.slots[spec.name][0].current
     if isinstance(current, StandIn):
-        return current.store.frozen.sources.get(current.parameter)
-    if isinstance(current, Awaited):
         return current.source
     if hasattr(current, "whole_reader"):
         return Opaque(current)

@@ -1,7 +1,7 @@
 """Give slices to optimizers that were made before the module was cut, as `LightningCLI` makes them.
 
-Such an optimizer has the module's whole parameters, which nothing would train; in a later
-generation of a run, the slices of the one before.
+Such an optimizer has the module's whole parameters, which nothing would train; or, in a later
+generation of a run, the slices of the previous one.
 """
 
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from lightning_hetero.runtime.slices.weights import SliceStore
 __all__ = ["name_parameters", "take_over"]
 
 _NAME = "name_in_module"
-"""The attribute of a parameter or a slice that says which parameter an optimizer has it for."""
+"""The attribute of a parameter or slice that has the parameter's name in the module."""
 
 
 def name_parameters(module: nn.Module) -> None:
-    """Tell each parameter its name, before the module is cut and parts of it go.
+    """Tell each parameter its name, before the module is cut and its parts are freed.
 
     An attribute, as weak references would keep `Module.cpu` from moving quantized weights.
     """
@@ -31,13 +31,13 @@ def take_over(optimizers: Sequence[Optimizer], store: SliceStore, *, recovers: b
     """Replace parameters by their slices in the groups of optimizers.
 
     Args:
-        optimizers: Those of the run.
+        optimizers: The run's optimizers.
         store: Has the slices.
         recovers: Whether a generation follows another one, so states will be recovered.
 
     Raises:
-        ConfigurationError: An optimizer has no parameter of this run, or a state that no slice of
-            it can take.
+        ConfigurationError: An optimizer has no parameter of this run, or has a state that slices of
+            its parameters can't use.
     """
     own = {id(master) for master in store.masters.values()}
     for optimizer in optimizers:

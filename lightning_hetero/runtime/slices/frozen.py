@@ -2,7 +2,7 @@
 
 A weight that is frozen when a run is set up has no slices, so it is never pulled, pushed, saved or
 kept by standbys. Its values come from its *source*: the folder of a pretrained model, or else the
-module as this process has built it. When a plan changes or a rank joins, each rank reads the
+module as this process has built it. When the plan changes or a rank joins, each rank reads the
 weights that it lacks. If a weight is unfrozen, it gets owners, which read their slices from the
 source.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import Interval, PackedSize, ParameterSpec, Slice
 from lightning_hetero.models.stored import Box
-from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
+from lightning_hetero.runtime.slices.known_by_shape import StandIn
 
 __all__ = [
     "STAYS_FROZEN",
@@ -43,7 +43,8 @@ STAYS_FROZEN = (
 )
 """Error for training or cutting a quantized parameter, which it names."""
 _QUANTIZED = ("whole_reader", "__tensor_flatten__", "quant_state", "SCB")
-"""Attributes of weights to be read, of torchao's, and of bitsandbytes' in 4 and 8 bits."""
+"""Attributes of weights that are still to be read, of torchao's, and of bitsandbytes' in 4 and 8
+bits."""
 _LOOKED_AT = 256
 """Number of a weight's first values from which its fingerprint is computed."""
 
@@ -68,7 +69,7 @@ class Opaque:
     """The weight, or its parameter on the meta device, whose `whole_reader` reads it."""
 
     def __call__(self, box: Box) -> Tensor:
-        """Return the whole weight, whatever the box: its shape may be that of packed values."""
+        """Return the whole weight for any box, since its shape may be that of packed values."""
         read: Callable[[], Tensor] = getattr(self.like, "whole_reader", lambda: self.like)
         return read()
 
@@ -84,15 +85,13 @@ def is_opaque(parameter: Tensor) -> bool:
 
 
 def is_quantized(parameter: Tensor) -> bool:
-    """Return whether a parameter is of a class whose values are, or will be, quantized."""
+    """Return whether the values of a parameter are, or will be, quantized."""
     return any(hasattr(parameter, name) for name in _QUANTIZED)
 
 
 def packed_size(parameter: Tensor) -> PackedSize | None:
     """Return the size of a quantized weight, also of one that hasn't been read yet."""
     if isinstance(parameter, StandIn):
-        return parameter.store.specs[parameter.parameter].packed
-    if isinstance(parameter, Awaited):
         source = parameter.source
         return packed_size(source.like) if isinstance(source, Opaque) else None
     if hasattr(parameter, "whole_reader"):
@@ -170,11 +169,11 @@ class FrozenWeights:
         return known[1]
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget weights that this rank doesn't compute with any more."""
+        """Free weights that this rank doesn't compute with any more."""
         self._held = {name: item for name, item in self._held.items() if name in names}
 
     def replace(self, spec: ParameterSpec, whole: Tensor) -> None:
-        """Replace the value of a weight, such as by one from a checkpoint's file."""
+        """Replace the value of a weight, for instance by one from a checkpoint's file."""
         before = self.whole(spec)
         if torch.equal(before, whole.to("cpu", before.dtype)):
             return

@@ -1,11 +1,11 @@
-"""Bring tensors from a rank's device to its host and back, for slices that live on the host.
+"""Copy tensors from a rank's device to its host and back, for slices that are on the host.
 
 On CUDA the host's tensors are pinned, so copies are enqueued like kernels and run at the link's
 rate. If slices live on the device, nothing is copied.
 
 In each iteration, for each owned value, a pull copies 2 or 4 bytes (the compute dtype) to the
-device, and a push copies 4 bytes (a sum in fp32) to the host, where it is scaled and the optimizer
-steps.
+device, and a push copies 4 bytes (a sum in fp32) to the host, where the sum is scaled and the
+optimizer steps.
 """
 
 import math
@@ -24,7 +24,8 @@ class PinnedBlocks:
     """Pinned memory for many long-lived tensors, in few blocks.
 
     torch rounds each pinned allocation up to a power of two, so separate tensors may take twice
-    their bytes. Each block is the largest power of two that the remaining tensors still fill. ::
+    their bytes. Here each block is the largest power of two that the remaining tensors still fill.
+    ::
 
         memory = PinnedBlocks(4 * num_elements)
         masters = [memory.empty(shape, torch.float32) for shape in shapes]

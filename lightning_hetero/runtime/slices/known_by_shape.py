@@ -1,4 +1,4 @@
-"""Parameters that have the whole shape but not the values: using these raises ConfigurationError.
+"""Parameters with the whole shape but no values: a use of values raises ConfigurationError.
 
 While an optimizer is configured, a rank's slices report the shape of the whole parameter. After a
 run the module has stand-ins for weights whose slices are spread over the ranks. `torch.zeros_like`
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ASKS_FOR_NO_VALUE",
     "SIZES",
-    "Awaited",
     "KnownByShape",
     "StandIn",
     "hide_again",
@@ -55,7 +54,7 @@ _OWN: frozenset[Any] = frozenset(
         *(torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like),
     }
 )
-"""Other functions that use no values: they run on the tensor that is stored here."""
+"""Other functions that use no values: they run on the tensor that is here."""
 _MOVES: frozenset[Any] = frozenset(
     {
         *(Tensor.to, torch._has_compatible_shallow_copy_type),
@@ -68,12 +67,12 @@ ASKS_FOR_NO_VALUE = SIZES | _OWN
 
 
 class KnownByShape(nn.Parameter):
-    """A parameter that answers with a whole shape, and refuses functions that use values."""
+    """A parameter that reports a whole shape, and refuses functions that use values."""
 
     _whole: Tensor
     _refusal: str
     _is_copy = False
-    """Whether it is in a copy of the module, whose slices will be where the module's are."""
+    """Whether it belongs to a copy of the module, which will have the same slices as the module."""
 
     @classmethod
     def __torch_function__(
@@ -105,59 +104,47 @@ class KnownByShape(nn.Parameter):
         self._refuse()
 
 
+_AFTER_RUN = (
+    "Parameter {} is used after the run, where every rank has only its slices of the weights. This "
+    "Trainer goes on with them: fit, validate, test, predict and save_checkpoint. "
+    "`trainer.strategy.whole_state_dict()`, called by all ranks, gives rank 0 the whole weights. "
+    "To have them in every rank's module after each run, at that cost of memory, use "
+    "HeteroStrategy(whole_after_run=True)."
+)
+_BETWEEN_GENERATIONS = (
+    "Parameter {} is used between two generations of a run, where its values are still to be "
+    "recovered. Use it from on_train_start on."
+)
+
+
 class StandIn(KnownByShape):
-    """Stands in a module for a parameter whose slices a store keeps; takes no memory."""
+    """Stands in a module for a parameter whose values are elsewhere; takes no memory."""
 
     parameter: str
-    """The parameter's name in the store."""
-    store: "SliceStore"
+    """The parameter's name."""
+    store: "SliceStore | None"
+    """Keeps its slices after a run; None if they will be recovered, after a rank was lost."""
+    source: "Reader | None"
+    """Reads its values, if it is frozen and has no owners."""
 
     @classmethod
-    def of(cls, store: "SliceStore", name: str) -> Self:
-        """Return the stand-in of one of the store's parameters."""
+    def of(cls, store: "SliceStore", name: str, *, is_awaited: bool = False) -> Self:
+        """Return the stand-in of a parameter, whose slices the store keeps unless `is_awaited`."""
         master = store.masters[name]
         whole = torch.empty(store.specs[name].shape, dtype=master.dtype, device="meta")
         made: Self = torch.Tensor._make_subclass(cls, whole, master.requires_grad)
-        made._whole, made.store, made.parameter = whole, store, name
-        made._refusal = (
-            f"Parameter {name} is used after the run, where every rank has only its slices of the "
-            "weights. This Trainer goes on with them: fit, validate, test, predict and "
-            "save_checkpoint. `trainer.strategy.whole_state_dict()`, called by all ranks, gives "
-            "rank 0 the whole weights. To have them in every rank's module after each run, at "
-            "that cost of memory, use HeteroStrategy(whole_after_run=True)."
-        )
+        made._whole, made.parameter = whole, name
+        made.store, made.source = None if is_awaited else store, store.frozen.sources.get(name)
+        made._refusal = (_BETWEEN_GENERATIONS if is_awaited else _AFTER_RUN).format(name)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # Slices of a store after a run never change: the next run copies them.
-        memo[id(self)] = copy = type(self).of(self.store, self.parameter)
-        copy.requires_grad, copy._is_copy = self.requires_grad, True
-        return copy
-
-
-class Awaited(KnownByShape):
-    """Stands in a module for a parameter whose values will be recovered, after a rank was lost."""
-
-    source: "Reader | None"
-    """Reads the values, if it is frozen and has no owners."""
-
-    @classmethod
-    def like(cls, master: Tensor, name: str, shape: tuple[int, ...]) -> Self:
-        """Return the stand-in of a parameter, whose slice on this rank was `master`."""
-        whole = torch.empty(shape, dtype=master.dtype, device="meta")
-        made: Self = torch.Tensor._make_subclass(cls, whole, master.requires_grad)
-        made._whole = whole
-        made._refusal = (
-            f"Parameter {name} is used between two generations of a run, where its values are "
-            "still to be recovered. Use it from on_train_start on."
-        )
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        # A callback that averages weights copies the module; the average is recovered, too.
-        memo[id(self)] = copy = torch.Tensor._make_subclass(type(self), self._whole)
-        vars(copy).update(vars(self))
-        copy.requires_grad, copy._is_copy = self.requires_grad, True
+        # Slices of a store after a run never change: the next run copies them. A callback that
+        # averages weights copies the module, and the average is recovered, too.
+        kind = type(self)
+        copy: Self = torch.Tensor._make_subclass(kind, self._whole, self.requires_grad)
+        vars(copy).update(vars(self), _is_copy=True)
+        memo[id(self)] = copy
         return copy
 
 
@@ -184,7 +171,7 @@ def hide_again(parameters: Iterable[Any]) -> None:
 
 @contextmanager
 def with_whole_shapes(store: "SliceStore") -> Iterator[None]:
-    """Let a store's slices answer with the shapes of the whole parameters in this context.
+    """Let a store's slices report the shapes of the whole parameters in this context.
 
     They remain the same objects, so an optimizer made of them holds the slices.
     """

@@ -1,7 +1,8 @@
 """Reductions over tensors whose rows are on several ranks: norms, sums, means and the like.
 
-Each is computed of this rank's elements and then over all ranks. Elements that standbys have, too,
-are added once for each rank that has them, and the sum is divided by their number.
+Each is computed from this rank's elements and then over all ranks. Elements that standbys have,
+too, are added once for each rank that has them, and the sum is divided by the number of these
+ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +80,7 @@ class Reduction:
 
     @property
     def is_known(self) -> bool:
-        """Whether it can be computed of parts."""
+        """Whether it can be computed from parts."""
         is_indexed = self.name in ("max", "min") and self.dims is not None
         return self.name in REDUCTIONS and not is_indexed
 

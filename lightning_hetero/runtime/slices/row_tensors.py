@@ -20,6 +20,10 @@ __all__ = ["ParameterRows", "Part", "Ranks", "Rows", "mark"]
 
 _TELLING = {"numpy", "tolist", "array", "allclose", "is_nonzero", "bool", "iter"}
 """Names of functions that return values to Python."""
+_DRAWING = {"uniform", "normal", "bernoulli", "random", "exponential", "kaiming_uniform"}
+_DRAWING |= {"log_normal", "cauchy", "geometric"}
+"""Names of functions that draw numbers in place. Ranks would draw the same ones for different rows,
+and initialisers would scale them by the number of rows."""
 _OF_ONE = {"item", "float", "int"}
 """Names of functions that return the value of a single element, which one of the ranks has."""
 _MOVING = {"view", "reshape", "flatten", "ravel", "getitem", "unsqueeze", "squeeze", "cat"}
@@ -33,7 +37,8 @@ _REMEDY = (
     "`lightning_hetero.own_rows(parameter)` tells which, as in "
     "`grad[own_rows(parameter) < n] = 0`. Reductions over a whole tensor, such as grad.norm(), "
     "are those of all ranks' rows. Whole weights come from `trainer.strategy.whole_state_dict()`, "
-    "called by all ranks."
+    "called by all ranks. Call the model in steps, such as validation_step, or after a run with "
+    "HeteroStrategy(whole_after_run=True)."
 )
 
 
@@ -64,7 +69,7 @@ class Ranks:
             known.pop(name, None)
 
     def norm_of_gradient(self, name: str, order: float) -> Tensor:
-        """Return a whole gradient's norm; norms of all gradients are found in one message."""
+        """Return a whole gradient's norm; one message finds the norms of all gradients."""
         known = self.powers.setdefault(order, {})
         if name not in known:
             assert self.gradients is not None
@@ -159,8 +164,8 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             result = func(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
-            error.add_note(f"This is called on parameter {rows[0]._part.name}'s rows. {_REMEDY}")
-            raise
+            where = f"{name} is called on parameter {rows[0]._part.name}'s rows in a hook"
+            raise StepError(f"{where}: {error}. {_REMEDY}") from error
         if _writes(func):
             for item in rows:
                 item._part.ranks.forget(item._part.name)
@@ -173,6 +178,8 @@ def _special(
     """Return the result of a function that can't simply run on this rank's rows."""
     if name in _TELLING or name in _OF_ONE:
         return _tell(name, func, rows[0])
+    if name in _DRAWING and _writes(func) and not rows[0]._part.is_uncut:
+        _refuse(name, rows[0]._part)
     if name == "equal":
         return _are_equal(*args)
     if func.__name__ == "_foreach_norm":

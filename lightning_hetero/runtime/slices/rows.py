@@ -5,14 +5,13 @@ of torch's own classes, which treat functions in three ways:
 
 1. Functions that work row by row, such as `grad.mul_(0.5)`, return a tensor of this rank's rows.
 2. Reductions over rows, such as `grad.norm()`, `weight.mean()` or `grad.abs().max()`, are computed
-   over all ranks' rows, so that each rank gets the number that one device would. All ranks must
-   call them. So `clip_grad_norm_` and Lightning's `grad_norm` work as they are.
+   over all ranks' rows, so each rank gets the number that one device would. All ranks must call
+   them. So `clip_grad_norm_` and Lightning's `grad_norm` work as they are.
 3. Functions whose result would silently differ are refused: choosing rows by number (see
-`own_rows`),
-   handing values to numpy, copying or saving the rows of one rank.
+   `own_rows`), passing values to numpy, copying or saving the rows of one rank.
 
-Optimizers, and the package itself, see plain tensors: `HookedSlices.enter` gives the slices these
-classes before hooks run, and `leave` takes them away.
+Optimizers, and the package itself, get plain tensors: `HookedSlices.enter` gives the slices these
+classes before hooks run, and `leave` removes them.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +31,7 @@ __all__ = ["HookedSlices", "own_rows"]
 def own_rows(parameter: Tensor) -> Tensor:
     """Return the numbers of the rows (indices of dim 0) that this rank has of a parameter.
 
-    Between steps `parameter` has as many rows; under another strategy they are all of them. So a
+    Between steps `parameter` has only these rows; under other strategies these are all rows. So a
     hook trains only the new rows of an embedding by ::
 
         def on_before_optimizer_step(self, optimizer):
@@ -68,7 +67,7 @@ class HookedSlices:
         self._is_needed = is_needed
         self._ranks = Ranks(reduce, self._counted_gradients)
         self._with_gradients: set[str] = set()
-        """Names of the parameters for which some rank has rows of a gradient."""
+        """Names of the parameters of which some rank has rows of a gradient."""
         self._given: dict[str, Tensor] = {}
         """Gradients that hooks have asked for."""
         self._num_frozen = -1
@@ -135,7 +134,7 @@ class HookedSlices:
                 if item.grad is not None
                 for part in self._store.owned_parts(names[id(item)], item.grad)
             ]
-            # A rank that owns no slice with a gradient takes part in the sum, too.
+            # A rank that owns no slice with a gradient must take part in the sum, too.
             own = sum_of_powers(found, 2.0, device=parameters[0].device)
             assert self._ranks.reduce is not None
             return self._ranks.reduce(own, "sum").sqrt()

@@ -1,12 +1,12 @@
 """Gather slices into whole tensors, and cut whole tensors into slices.
 
-A checkpoint is consolidated: it holds whole tensors under the module's own names, so plain
-Lightning reads it, and it resumes under any plan. Whole tensors exist one at a time, on CPU, and
-together only on the rank that writes them.
+A checkpoint is consolidated: it has whole tensors under the module's own names, so plain Lightning
+reads it, and it resumes under any plan. Whole tensors exist one at a time, on CPU; only the rank
+that writes them has all.
 
 Callbacks such as Lightning's `WeightAveraging` copy the module in their `setup`, before its
-parameters become slices. Such a copy is cut like the module, so that a rank averages its own slices
-only; its state is gathered when it is saved, and cut when it is loaded.
+parameters become slices. Such a copy is cut like the module, so a rank averages its own slices
+only; the copy's state is gathered when it is saved, and cut when it is loaded.
 """
 
 from collections import defaultdict
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import Slot
-from lightning_hetero.runtime.slices.known_by_shape import Awaited, StandIn
+from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.slices.wholes import gather_everywhere, gather_on_rank_0
 
@@ -163,7 +163,7 @@ def leave_stand_ins(store: SliceStore) -> None:
                 slot.put(stand_in)
 
 
-def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tuple[Slot, Awaited]]:
+def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tuple[Slot, StandIn]]:
     """Return each place of a parameter with a stand-in, until its values are recovered.
 
     Args:
@@ -172,9 +172,8 @@ def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tup
     """
     found = []
     for name, slots in store.layout.slots.items():
-        awaited = Awaited.like(store.masters[name], name, store.specs[name].shape)
+        awaited = StandIn.of(store, name, is_awaited=True)
         awaited.requires_grad = trains.get(name, awaited.requires_grad)
-        awaited.source = store.frozen.sources.get(name)
         found += [(slot, awaited) for slot in slots]
     return found
 

@@ -1,11 +1,12 @@
 """Keep a rank's slices, and put the weights of its stage into the module while steps run.
 
-Outside of steps every parameter of the module is the rank's own slice of it, an fp32 master, which
-may be empty: optimizers, clipping, EMA and checkpoints work on slices. During steps the module has
+Outside of steps each parameter of the module is this rank's slice of it, an fp32 master, which may
+be empty: optimizers, clipping, EMA and checkpoints work on slices. During steps the module has
 *compute weights* in place of slices: the rank's shards of its stages' parameters, in the compute
-dtype. Parameters that only other stages use are *stubs*: unknown tensors of the full shape without
-memory. Example: rank 1 of two has the second half of the layers, and both own half of each weight.
-In a step it has whole weights of that half and stubs for the other; else, half of every weight.
+dtype. Parameters that only other stages use are *stubs*: tensors of the full shape, without memory
+and values. Example: rank 0 of two runs layers 0 and 1, rank 1 runs layers 2 and 3, and both own
+half of each weight. In a step rank 1 has whole weights of layers 2 and 3, and stubs for layers 0
+and 1; between steps it has half of every weight.
 """
 
 import math
@@ -115,9 +116,9 @@ class SliceStore:
         return self.specs[name].shape_of_rows(num_rows)
 
     def cut(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's rows of a whole parameter, a view unless they are several intervals.
+        """Return this rank's rows of a whole parameter.
 
-        The result of a scalar has one dim.
+        They are a view of it unless they are several intervals. The rows of a scalar have one dim.
         """
         spec, kept = self.specs[name], self.kept[name]
         if len(kept) > 1:
@@ -188,7 +189,7 @@ class SliceStore:
         return self._stubs[name]
 
     def as_masters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors in the dtypes of their masters."""
+        """Return tensors, by name of their parameters, in the dtypes of their masters."""
         masters = self.masters
         others = [n for n, item in tensors.items() if item.dtype is not masters[n].dtype]
         return tensors | {name: tensors[name].to(masters[name].dtype) for name in others}
@@ -216,8 +217,9 @@ class ComputeWeights:
         store: The rank's slices.
         table: The plan's transfer table.
         dtype: Compute dtype of floating-point parameters.
-        share_memory: Whether slices are views of the compute weights if dtypes agree: what is owned
-            and held takes memory once and needs no copy. Only for a plan that stays.
+        share_memory: Whether slices are views of the compute weights where their dtypes are
+            equal. Then rows that are both owned and held take memory once and needn't be
+            copied. Only for a plan that stays.
     """
 
     def __init__(
@@ -253,13 +255,13 @@ class ComputeWeights:
         self._gradient_dtype: torch.dtype | None = None
         """Dtype in which gradients are summed."""
         self._replaced: dict[str, Tensor] = {}
-        """By parameter, the tensor that `take_in` has replaced."""
+        """For each parameter whose `data` was replaced, the tensor that `take_in` has taken out."""
         self._places = [
             (slot.module._parameters, slot.attribute, name, parameter)
             for name, parameter in (self.shards | self._stubs).items()
             for slot in store.layout.slots[name]
         ]
-        """The places of all parameters in modules, with what each has during a step."""
+        """Where each parameter is in the module, and what is there during a step."""
 
     def _hold(
         self,
@@ -288,7 +290,7 @@ class ComputeWeights:
 
     @property
     def plain(self) -> dict[str, nn.Parameter]:
-        """The weights held here, without quantized ones, whose bits can't be read."""
+        """The weights held here except quantized ones, whose bits can't be compared."""
         return {name: item for name, item in self.shards.items() if not is_opaque(item)}
 
     @property
@@ -304,11 +306,11 @@ class ComputeWeights:
         return narrow_rows(self.shards[name].detach(), self.store.specs[name], *local)
 
     def written(self, name: str) -> Tensor:
-        """Return the shard's data, to which a pull writes without incrementing the version."""
+        """Return the shard's data: writing to it doesn't increment the weight's version."""
         return self.shards[name].data
 
     def home(self, name: str) -> Tensor:
-        """Return the memory from which pulls read this rank's slice, whatever its `data` is now."""
+        """Return the memory from which pulls read this rank's slice, even if its `data` changed."""
         return self._homes[name]
 
     def __enter__(self) -> None:
@@ -335,7 +337,7 @@ class ComputeWeights:
             show_values(self._cut.values())
 
     def take_in(self) -> None:
-        """For an iteration, copy slices whose `data` was replaced to where pulls read them."""
+        """Copy slices whose `data` was replaced to where pulls read; `give_back` undoes it."""
         where = [*map(Tensor.data_ptr, self.store.masters.values())]
         if where == self._addresses or self._replaced:
             return
@@ -346,7 +348,7 @@ class ComputeWeights:
                 home.copy_(master.detach())
 
     def give_back(self) -> None:
-        """Undo `take_in`, since whoever replaced the data may put it back later."""
+        """Undo `take_in`: whoever has replaced the data may put the old tensor back later."""
         for name, before in self._replaced.items():
             self._homes[name].copy_(before)
         self._replaced.clear()
@@ -367,7 +369,7 @@ class ComputeWeights:
                     shard.grad_dtype = dtype
 
     def release(self) -> None:
-        """Give memory of their own to slices that are views of the compute weights."""
+        """Copy slices that are views of the compute weights into memory of their own."""
         for name in self.shared:
             master = self.store.masters[name]
             master.data = master.data.clone(memory_format=torch.contiguous_format)

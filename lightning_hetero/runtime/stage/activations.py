@@ -1,8 +1,9 @@
 """Carry activations forward and their gradients backward between the stages of a pipeline.
 
 Each pair of ranks that exchange activations has one communicator for each direction, which carries
-micro-batches in the order of the schedule. Under NCCL's rules operations of a communicator run in
-order, and a send ends only with its receive. So no message waits behind one to another stage.
+micro-batches in the order of the schedule. Under NCCL's rules the operations of a communicator run
+in order, and a send ends only with its receive: if two stages shared one, each would wait for the
+other's messages.
 
 Only the sender knows what its layers returned for a micro-batch, so a header goes with each
 activation: shapes, dtypes, and a description of the side tensors (see `side_tensors`).
@@ -12,33 +13,32 @@ activation: shapes, dtypes, and a description of the side tensors (see `side_ten
 * On accelerators, headers are messages among hosts, because a host that reads a header from its
   device would wait for all that the device has yet to compute. The header leaves when the sender's
   host has *enqueued* the forward pass, so hosts run as far ahead of their devices as without it. A
-  micro-batch costs one more message for the header, and one more each way if there are side
-  tensors.
+  micro-batch costs one more message for the header.
 
 A send never waits until its receiver is ready to compute, because receives are posted early. The
 receive of a gradient is posted as soon as the activation has left: it has the activation's shape.
 Receives of activations (on accelerators, of their headers) are posted for as many micro-batches as
-the stage before may hold between forward and backward, since it can't be further ahead.
+the previous stage may hold between forward and backward, since it can't be further ahead.
 
 All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
 the other stage's group, and the groups may differ in size (`exchange.neighbours`). If a larger
 group receives pieces, headers are messages of their own among CPUs, too.
 
-A tensor that is sent must stay alive until it has arrived. At most as many are kept as the schedule
-has micro-batches in flight; older ones have arrived by then, so waiting for them costs nothing. In
-forward-only passes at most `MAX_KEPT_SENDS` are kept, and the wait keeps a fast stage from running
-ahead.
+A sent tensor must stay in memory until it has arrived. Sends of as many micro-batches as the
+schedule has in flight are kept; older ones have arrived by then, so waiting for them costs nothing.
+Forward-only passes keep at most `MAX_KEPT_SENDS`, so a fast stage can't run far ahead.
 
-A rank that runs several stages has a link for each; channels tell apart what it sends to one and
-the same rank. Between neighbouring stages of its own it hands itself copies, see `Mailbox`.
+A rank that runs several stages has a link for each; *channels* tell apart what it sends to one
+rank. Neighbouring stages of the same rank hand each other copies, see `Mailbox`.
 
-`measure_edges` measures how long messages between neighbouring stages take, by a round trip.
+`measure_edges` times messages between neighbouring stages by a round trip.
 """
 
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,9 +55,8 @@ from lightning_hetero.runtime.stage.messages import (
     Inbox,
     Outbox,
     form_of,
-    payload_of,
-    payload_sizes,
-    tensor_of,
+    num_packed_bytes,
+    packed,
     unpack,
 )
 from lightning_hetero.schedules import Edge
@@ -70,13 +69,13 @@ class Handover:
     """Everything that a stage hands to the next one for one micro-batch."""
 
     tensors: list[Tensor] = field(default_factory=list)
-    """The activation, then side tensors of all layers before; see `side_tensors`."""
+    """The activation, then the side tensors of all layers so far; see `side_tensors`."""
     left: list[bytes] = field(default_factory=list)
     """For each earlier layer what it returned and recorded, pickled, with tensors as indices."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the shape and dtype of the hidden state that it returned."""
     changes_input: bool = False
-    """Whether the model's first layer changes its input in place, which later stages can't see."""
+    """Whether the model's first layer changes its input in place: later stages can't see that."""
 
     def copy(self) -> "Handover":
         """Return a copy, to which this stage adds what its layers return."""
@@ -91,22 +90,15 @@ class Mailbox:
     gradients: deque[Sequence[Tensor]] = field(default_factory=deque)
 
 
-@dataclass
-class _Posted:
-    """Receives that were posted: of the first tensor alone, and of the others, packed."""
+class _Posted(NamedTuple):
+    """The posted receive of packed tensors."""
 
     forms: tuple[Form, ...]
     piece: SentPiece
-    """The piece that this rank receives of each message."""
-    works: list[tuple[dist.Work, Tensor]]
-    buffers: list[Tensor]
-
-    def tensors(self, whole: Sequence[Tensor]) -> list[Tensor]:
-        """Return the received tensors, from the whole messages' bytes."""
-        if not self.forms:
-            return []
-        others = unpack(whole[1], self.forms[1:]) if self.forms[1:] else []
-        return [tensor_of(whole[0], self.forms[0]), *others]
+    """The piece that this rank receives of the message."""
+    buffer: Tensor
+    work: dist.Work | None
+    """None if the piece is empty."""
 
 
 class ActivationLink:
@@ -155,14 +147,14 @@ class ActivationLink:
         self._sends_headers_apart = any(map(self._is_apart, following.sent if following else ()))
 
     def begin(self, held: int, held_before: int) -> None:
-        """Begin an iteration, in which stages run ahead by so many micro-batches.
+        """Begin an iteration; the arguments say how far stages run ahead.
 
         Args:
             held: Most micro-batches that this stage holds between forward and backward.
             held_before: The same number for the stage before.
         """
         # Even a stage without micro-batches sends those of the next check of the loss.
-        self._sent_forward.most = self._outbox.num_ahead = max(1, held)
+        self._sent_forward.most = max(1, held)
         self._sent_backward.most = self._most_expected = max(1, held_before)
 
     def expect_activations(self, num_left: int) -> None:
@@ -217,14 +209,14 @@ class ActivationLink:
         is_apart = self._sends_headers_apart
         self.num_sent_bytes = sum(tensor.nbytes for tensor in sent.tensors)
         headers = self._outbox.messages(_header_of(sent), [] if is_apart else sent.tensors)
-        payload = payload_of(sent.tensors) if is_apart else []
+        payload = packed(sent.tensors) if is_apart else None
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
-            # Only on CPUs several messages share a queue, because gloo has tags.
+            # Several messages share a queue on CPUs only, because gloo has tags.
             for tag, header in enumerate(headers, start=2 * piece.channel):
                 self._sent_forward.add(header, piece.receiver, first_group, tag)
-            for part in payload:
-                self._sent_forward.add(_cut(part, piece), piece.receiver, self._edge(piece))
+            if payload is not None:
+                self._sent_forward.add(_cut(payload, piece), piece.receiver, self._edge(piece))
 
     def expect_gradient(self, microbatch_index: int, sent: Sequence[Tensor]) -> None:
         """Post the receive of the gradients of sent tensors, unless it is posted."""
@@ -249,16 +241,18 @@ class ActivationLink:
         if self._before is not None:
             self._before.gradients.append(gradients)
             return
+        if not gradients:
+            return
         self._sent_backward.make_room(self._clock)
-        payload = payload_of(gradients)
+        payload = packed(gradients)
         for piece in self.previous.sent:
-            for part in payload:
-                self._sent_backward.add(_cut(part, piece), piece.receiver, self._edge(piece))
+            self._sent_backward.add(_cut(payload, piece), piece.receiver, self._edge(piece))
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""
         self._sent_forward.clear()
         self._sent_backward.clear()
+        self._inbox.finish()
         self._outbox.finish()
         self._most_expected = 1
 
@@ -270,17 +264,16 @@ class ActivationLink:
         return self.comms.control if is_apart else self._edge(piece)
 
     def _is_apart(self, piece: SentPiece) -> bool:
-        """Whether headers are messages of their own, for messages that are sent in such pieces."""
+        """Whether headers of messages that are sent in such pieces are messages of their own."""
         return self.device.type != "cpu" or piece.count > 1
 
     def _wait(self, posted: _Posted) -> list[Tensor]:
-        piece = posted.piece
-        for work, buffer in posted.works:
-            self._clock.wait_for(work, peer=piece.sender, num_bytes=buffer.nbytes)
-        if piece.count == 1:
-            return posted.tensors(posted.buffers)
-        pairs = zip(posted.buffers, payload_sizes(posted.forms), strict=True)
-        return posted.tensors([self._whole(own, piece.count, size) for own, size in pairs])
+        forms, piece, message, work = posted
+        if work is not None:
+            self._clock.wait_for(work, peer=piece.sender, num_bytes=message.nbytes)
+        if piece.count > 1:
+            message = self._whole(message, piece.count, num_packed_bytes(forms))
+        return unpack(message, forms)
 
     def _whole(self, own: Tensor, count: int, size: int) -> Tensor:
         """Return a message's bytes, gathered from the group's ranks, which have received pieces."""
@@ -293,16 +286,12 @@ class ActivationLink:
         return whole[:size]
 
     def _post(self, forms: tuple[Form, ...], piece: SentPiece) -> _Posted:
-        works, buffers = [], []
-        for size in payload_sizes(forms):
-            start, stop = piece.bounds(size)
-            buffer = torch.empty(stop - start, dtype=torch.uint8, device=self.device)
-            buffers.append(buffer)
-            if start < stop:
-                work = dist.irecv(buffer, piece.sender, group=self._edge(piece))
-                assert work is not None
-                works.append((work, buffer))
-        return _Posted(forms, piece, works, buffers)
+        start, stop = piece.bounds(num_packed_bytes(forms))
+        buffer, work = torch.empty(stop - start, dtype=torch.uint8, device=self.device), None
+        if start < stop:
+            work = dist.irecv(buffer, piece.sender, group=self._edge(piece))
+            assert work is not None
+        return _Posted(forms, piece, buffer, work)
 
 
 class _Sends:
@@ -354,8 +343,9 @@ _NUM_MEASURED = 3
 def measure_edges(links: Mapping[int, ActivationLink]) -> dict[int, Edge]:
     """Measure the link from each of a rank's stages to the next, with messages as long as the last.
 
-    Takes the rank's links by stage. The first ranks of a pipeline's stages call it together. Links
-    behind stages of even index come first, so that no stage has to answer two neighbours at once.
+    Takes the rank's links by stage. The first rank of each stage of a pipeline calls it at the same
+    time. Links behind stages of even index come first, so no stage must answer two neighbours at
+    once.
     """
     found = {}
     ends = {end for stage in links for end in (stage - 1, stage)}

@@ -1,32 +1,29 @@
 """Turn the user's whole model into one stage of it, micro-batch by micro-batch.
 
 Every layer's `forward` is wrapped once. Example: a stage that has layers 4 to 7 of 12. In the
-user's step layers 0 to 3 don't run and return unknown tensors (see `runtime.unknown`). Layer 4
-takes the activation that was received from the previous stage. After layer 7 the exception
-`StageEnd` ends the step. Only on the last stage the step goes on behind the layers, where the
-user's own code computes the loss. Nothing of the model's own forward is replaced, so whatever it
-computes before the layers (masks, rotary tables) is there on every stage.
+user's step layers 0 to 3 don't run; they return unknown tensors, which have a shape but no values
+(see `runtime.unknown`). Layer 4 takes the activation that was received from the previous stage.
+After layer 7 the exception `StageEnd` ends the step. Only on the last stage does the step go on
+after the layers, where the user's own code computes the loss. No other code of the model's forward
+is replaced, so what it computes before the layers (masks, rotary tables) is there on every stage.
 
-Random numbers are seeded before the step, at each layer and after the last one, from the iteration
-and the micro-batch, so that they don't depend on which stage draws them.
+Random number generators are seeded before the step, before each layer and after the last one, with
+the numbers of the iteration, the micro-batch and the layer. So a layer draws the same numbers on
+whichever stage it runs.
 
 Stages need a *chain*: each layer is called once, in order. If one stage runs all layers, the model
 may call them *freely*: several times, in any order, or not at all.
-
-Between steps the module's parameters are only this rank's slices, so `ModuleCalls` refuses to call
-it there, as a hook does that generates a few words. Without this the call would fail somewhere
-inside the model, because of shapes that tell the user nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import _StopRecomputationError
 
-from lightning_hetero.core.errors import ModelError, StepError
+from lightning_hetero.core.errors import ModelError
 from lightning_hetero.runtime.random_state import seed_everything
 from lightning_hetero.runtime.setup.products import KeptProducts
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
@@ -36,45 +33,9 @@ from lightning_hetero.runtime.stage.side_tensors import SideTensors, refuse_piec
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["ModuleCalls", "StageBoundary"]
+__all__ = ["StageBoundary"]
 
-
-class ModuleCalls:
-    """Context in which a module and its children may be called; elsewhere calls are refused.
-
-    Args:
-        module: The LightningModule.
-        has_slices: Whether its parameters are whole only inside this context; if False, it may be
-            called anywhere.
-    """
-
-    def __init__(self, module: nn.Module, *, has_slices: bool) -> None:
-        self._are_allowed = False
-        children = (item for item in module.children() if any(True for _ in item.parameters()))
-        watched = (module, *children) if has_slices else ()
-        self._handles = [item.register_forward_pre_hook(self._check) for item in watched]
-
-    def __enter__(self) -> Self:
-        """Let the module be called inside this context."""
-        self._are_allowed = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._are_allowed = False
-
-    def remove(self) -> None:
-        """Stop watching: the module may be called anywhere."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _check(self, module: nn.Module, _: Any) -> None:
-        if not self._are_allowed:
-            raise StepError(
-                f"{type(module).__name__} is called outside of a step, for instance in a hook, "
-                "where every rank has only its slices of the parameters. Call it in "
-                "validation_step, test_step or predict_step, or after a run with "
-                "HeteroStrategy(whole_after_run=True)."
-            )
+_UNWATCHED = nullcontext()
 
 
 class StageBoundary:
@@ -128,12 +89,11 @@ class StageBoundary:
             else:
                 del layer.forward
 
-    @contextmanager
-    def forward_of(self, current: MicrobatchPass) -> Iterator[None]:
-        """Context in which the user's step runs for a micro-batch.
+    def run_step(self, current: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any) -> Any:
+        """Run the user's step on a micro-batch, and return what it returns.
 
         Raises:
-            StageEnd: Inside the context, at the end of a stage that isn't the last.
+            StageEnd: At the end of a stage that isn't the last.
             StepError, ModelError: The step does something that a stage can't do, or ends before all
                 layers of the stage were called.
         """
@@ -144,8 +104,8 @@ class StageBoundary:
         if not self._layers and current.wait_unit is not None:
             current.wait_unit(0)
         try:
-            with current.reads or nullcontext():
-                yield
+            with current.reads or _UNWATCHED:
+                output = step(microbatch)
         except AttributeError as error:
             self._sides.explain(error, current.layers)
             raise
@@ -153,6 +113,7 @@ class StageBoundary:
             self._current = None
         if not current.is_free:
             current.check_finished()
+        return output
 
     def run_backward(
         self,
@@ -167,14 +128,9 @@ class StageBoundary:
             outputs: The tensors where the backward begins.
             gradients: The gradient of each of them.
         """
-        with self._in_backward_of(current):
-            torch.autograd.backward(outputs, gradients)
-
-    @contextmanager
-    def _in_backward_of(self, current: MicrobatchPass) -> Iterator[None]:
         self._backward = current
         try:
-            yield
+            torch.autograd.backward(outputs, gradients)
         finally:
             self._backward = None
 
@@ -183,8 +139,11 @@ class StageBoundary:
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a forward pass's loss, without adding them to `grad`."""
         if not current.is_reentrant:
-            with self._in_backward_of(current):
+            self._backward = current
+            try:
                 return torch.autograd.grad(loss, parameters, allow_unused=True)
+            finally:
+                self._backward = None
         # Reentrant checkpoints don't support `autograd.grad`.
         self.run_backward(current, [loss], [torch.ones_like(loss)])
         found = [item.grad for item in parameters]

@@ -19,7 +19,7 @@ class Chunk:
     """One of the stages that a rank runs."""
 
     index: int
-    """The stage's."""
+    """The stage's index in its pipeline."""
     stage: StagePlan
     link: ActivationLink
 
@@ -42,7 +42,7 @@ def chunks_of(
     Args:
         plan: The plan, whose edges are connected.
         comms: The communicators.
-        device: Where activations lie.
+        device: The device of activations.
         clock: Times the waits.
         group: The rank's tensor-parallel group, if it has one.
     """
@@ -50,7 +50,7 @@ def chunks_of(
     if place is None:
         return ()
     pipeline = plan.pipelines[place.pipeline_index]
-    # Behind each stage that is followed by one of the same rank.
+    # After each stage whose next stage is on the same rank.
     boxes = {index: Mailbox() for index in place.chunks if index + 1 in place.chunks}
     return tuple(
         Chunk(

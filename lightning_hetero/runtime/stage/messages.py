@@ -2,9 +2,9 @@
 
 A message begins with a `Header`, from which the receiver learns what the message holds. A receive
 must be posted before its message's length is known, so its buffer is as long as the longest message
-so far. The sender knows how many receives are posted ahead, hence how long each buffer is; what
-doesn't fit follows in a message of its own. Example: after messages of 8 KB, one of 10 KB goes as
-8 KB and 2 KB, and buffers that are posted from then on have 10 KB.
+of the iterations before, as both ends know; what doesn't fit follows in a message of its own.
+Example: after messages of 8 KB, one of 10 KB goes as 8 KB and 2 KB, and buffers of the next
+iteration have 10 KB.
 """
 
 import pickle
@@ -28,12 +28,10 @@ __all__ = [
     "HiddenForm",
     "Inbox",
     "Outbox",
+    "bounds_of",
     "form_of",
-    "offsets_of",
-    "packed_behind",
-    "payload_of",
-    "payload_sizes",
-    "tensor_of",
+    "num_packed_bytes",
+    "packed",
     "unpack",
 ]
 
@@ -59,62 +57,40 @@ def form_of(tensor: Tensor) -> Form:
     return Form(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def payload_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bytes of the first tensor, and those of the others end to end."""
-    parts = [_bytes_of(tensor) for tensor in tensors[:1]]
-    return [*parts, packed_behind(parts[0].new_empty(0), tensors[1:])] if tensors[1:] else parts
-
-
-@lru_cache(maxsize=256)
-def payload_sizes(forms: tuple[Form, ...]) -> tuple[int, ...]:
-    """Return the bytes of each part of a payload; see `payload_of`."""
-    sizes = tuple(form.num_bytes for form in forms[:1])
-    return (*sizes, offsets_of(forms[1:])[-1]) if forms[1:] else sizes
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
-def packed_behind(start: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the bytes of `start`, then those of the tensors at the offsets of `offsets_of`."""
-    parts = [start]
+def packed(tensors: Sequence[Tensor], start: Tensor | None = None) -> Tensor:
+    """Return the bytes of tensors at the places of `bounds_of`, behind those of `start`."""
+    parts, length = ([] if start is None else [start]), 0
     for tensor in tensors:
-        part = _bytes_of(tensor)
-        parts += (part,)
-        if part.numel() % _ALIGNMENT_BYTES:
-            parts += (part.new_zeros(-part.numel() % _ALIGNMENT_BYTES),)
-    return torch.cat(parts)
+        part = tensor.detach().reshape(-1).view(torch.uint8)
+        if length % _ALIGNMENT_BYTES:
+            parts.append(part.new_zeros(-length % _ALIGNMENT_BYTES))
+            length += parts[-1].numel()
+        parts.append(part)
+        length += part.numel()
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def unpack(packed: Tensor, forms: tuple[Form, ...], *, behind: int = 0) -> list[Tensor]:
-    """Return the tensors with these forms that are packed behind so many bytes of `packed`."""
-    return [
-        tensor_of(packed[behind + start : behind + stop], form)
-        for (start, stop), form in zip(_bounds_of(forms), forms, strict=True)
-    ]
-
-
-def tensor_of(content: Tensor, form: Form) -> Tensor:
-    """Return the tensor with this form whose bytes these are, such as the first of a payload."""
-    # To autograd it is no view, so that changing one in place doesn't count for the others.
-    return content.view(form.dtype).view(form.shape).data
+def unpack(message: Tensor, forms: tuple[Form, ...], *, behind: int = 0) -> list[Tensor]:
+    """Return the tensors with these forms that are packed behind so many bytes of a message."""
+    pairs = zip(bounds_of(forms), forms, strict=True)
+    parts = [(message[behind + start : behind + stop], form) for (start, stop), form in pairs]
+    # To autograd they are no views, so that changing one in place doesn't count for the others.
+    return [part.view(form.dtype).view(form.shape).data for part, form in parts]
 
 
 @lru_cache(maxsize=256)
-def _bounds_of(forms: tuple[Form, ...]) -> tuple[tuple[int, int], ...]:
+def bounds_of(forms: tuple[Form, ...]) -> tuple[tuple[int, int], ...]:
     """Return the bytes [first, last + 1) of each packed tensor."""
-    pairs = zip(offsets_of(forms), forms, strict=False)
-    return tuple((start, start + form.num_bytes) for start, form in pairs)
-
-
-@lru_cache(maxsize=256)
-def offsets_of(forms: tuple[Form, ...]) -> tuple[int, ...]:
-    """Return the offset of each packed tensor, and at the end the total length, in bytes."""
-    offsets = [0]
+    bounds, start = [], 0
     for form in forms:
-        offsets.append(offsets[-1] + -(-form.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES)
-    return tuple(offsets)
+        bounds.append((start, start + form.num_bytes))
+        start = -(-bounds[-1][1] // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return tuple(bounds)
+
+
+def num_packed_bytes(forms: tuple[Form, ...]) -> int:
+    """Return the bytes of all packed tensors together."""
+    return bounds_of(forms)[-1][1] if forms else 0
 
 
 HEADER_BYTES = 512
@@ -141,7 +117,7 @@ class Inbox:
     """The receiving end of messages that begin with a header."""
 
     def __init__(self) -> None:
-        self._longest = LENGTHS_BYTES
+        self._capacity = self._longest = LENGTHS_BYTES
         self.header_bytes = 0
         """Bytes of the last message before its tensors."""
         self._posted: deque[tuple[dist.Work, Tensor]] = deque()
@@ -154,7 +130,7 @@ class Inbox:
 
     def post(self, peer: int, group: dist.ProcessGroup | None, tag: int = 0) -> None:
         """Post the receive of a message."""
-        buffer = torch.empty(self._longest, dtype=torch.uint8)
+        buffer = torch.empty(self._capacity, dtype=torch.uint8)
         work = dist.irecv(buffer, peer, group=group, tag=tag)
         assert work is not None
         self._posted.append((work, buffer))
@@ -196,43 +172,38 @@ class Inbox:
             self.header_bytes = _header_bytes(content)
         return self._last[1], message
 
+    def finish(self) -> None:
+        """Note that an iteration's messages have been received."""
+        self._capacity = self._longest
+
 
 class Outbox:
     """The sending end of messages that begin with a header."""
 
     def __init__(self) -> None:
-        self.num_ahead = 1
-        """Buffers that the receiver posts ahead."""
-        self._capacity = LENGTHS_BYTES
-        self._recent: deque[int] = deque()
-        """The lengths of the last messages, before which the next one's buffer was posted."""
+        self._capacity = self._longest = LENGTHS_BYTES
         self._last: tuple[Header, Tensor] | None = None
 
     def messages(self, header: Header, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the message of a header and tensors, or its beginning and the rest."""
         if self._last is None or self._last[0] != header:
             self._last = header, _first_bytes(header, has_tensors=bool(tensors))
-        message = packed_behind(self._last[1], tensors) if tensors else self._last[1]
-        length = message.numel()
-        if len(self._recent) == self.num_ahead:
-            self._capacity = max(self._capacity, self._recent.popleft())
-        self._recent.append(length)
-        if length <= self._capacity:
+        message = packed(tensors, self._last[1])
+        self._longest = max(self._longest, message.numel())
+        if message.numel() <= self._capacity:
             return [message]
         return [message[: self._capacity], message[self._capacity :]]
 
     def finish(self) -> None:
-        """Note that all messages have been received, and none is expected ahead."""
-        self._capacity = max(self._capacity, *self._recent, 0)
-        self._recent.clear()
-        self.num_ahead = 1
+        """Note that an iteration's messages have been received."""
+        self._capacity = self._longest
 
 
 def _first_bytes(header: Header, *, has_tensors: bool) -> Tensor:
     """Return the beginning of a message: lengths and header."""
     content = pickle.dumps(tuple(header))
     start = _header_bytes(content)
-    length = start + offsets_of(header.tensors)[-1] if has_tensors else start
+    length = start + num_packed_bytes(header.tensors) if has_tensors else start
     made = torch.empty(start, dtype=torch.uint8)
     made.numpy().data[: LENGTHS_BYTES + len(content)] = (
         _LENGTHS.pack(len(content), length) + content

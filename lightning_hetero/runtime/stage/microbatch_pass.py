@@ -1,7 +1,8 @@
 """The state of one micro-batch's pass through the user's step on a stage, and how a stage ends it.
 
-It refuses, by name, calls of layers that stages can't run: these need a *chain*, each layer called
-once, in order, where autograd sees it.
+Stages and tensor parallelism need the layers to be a *chain*: the step calls each layer once, in
+order, where autograd records it. Other calls of layers are refused with an error that names the
+layer.
 """
 
 from collections.abc import Callable
@@ -25,7 +26,7 @@ _UNCOUNTED = -1
 class StageEnd(BaseException):
     """Raised to leave the user's step at the end of a stage that isn't the last.
 
-    No `Exception`, since it isn't an error, and a user's `except Exception` mustn't catch it.
+    Not an `Exception`: it isn't an error, and a user's `except Exception` mustn't catch it.
     """
 
     def __init__(self, handed_on: Handover) -> None:
@@ -36,7 +37,7 @@ class StageEnd(BaseException):
 class MicrobatchPass:
     """One pass of one micro-batch through the user's step on this stage.
 
-    Made for each forward pass, and kept until its backward pass has run.
+    Made for each forward pass and kept until its backward pass has run.
     """
 
     layers: range
@@ -44,53 +45,54 @@ class MicrobatchPass:
     num_layers: int
     """Layers of the model."""
     seed: tuple[int, ...]
-    """All that the micro-batch's random numbers depend on."""
+    """The numbers that seed the micro-batch's random number generators."""
     receive: Callable[[], Handover] | None
-    """Receives the handover of the stage before; None on first stages."""
+    """Receives the handover from the previous stage; None on first stages."""
     wait_unit: Callable[[int], None] | None
-    """Waits for the weights of a layer, or with `num_layers` for those after the layers; None if
-    all have arrived."""
+    """Waits for the weights of a layer, or, given `num_layers`, for the weights behind the layers;
+    None if all weights have arrived."""
     recomputation: Recomputation = field(default_factory=Recomputation)
     """The layers whose activations this micro-batch recomputes in backward."""
     reads: ReadWatch | None = None
-    """Finds out which parameters outside the layers the stage uses; None if that is known."""
+    """Records which parameters outside the layers the stage uses; None if that is known."""
     drawn: tuple[int, ...] = ()
-    """Seeds of the step, of each layer's first call, and of what follows the layers; drawn here if
-    they are left out."""
+    """Seeds of the step, of each layer's first call, and of the code behind the layers; computed
+    from `seed` if left out."""
     num_called: int = 0
-    """Layers of a chain called so far, including those that run on other stages."""
+    """Number of layers of the chain that were called so far, including those skipped on this
+    stage."""
     finished: bool = False
     """Whether the stage's last layer has run."""
     received: Handover | None = field(default=None, repr=False)
     handed_on: Handover = field(default_factory=Handover, repr=False)
-    """The handover to the next stage, as far as it is made."""
+    """The handover to the next stage, as far as it has been built."""
     with_gradients: bool = False
     """Whether the step began with autograd enabled."""
     is_reentrant: bool = False
     """Whether `torch.utils.checkpoint` with use_reentrant=True hides layers from autograd."""
     last_hidden: Tensor | None = field(default=None, repr=False)
-    """What the last layer returned: the next one must get it as it is."""
+    """What the last layer returned: the next layer must get this very tensor."""
     last_version: int = 0
-    """Its version when the layer returned it."""
+    """The tensor's version when the layer returned it."""
     hidden_arguments: dict[int, int | str] = field(default_factory=dict, repr=False)
-    """Which argument of each layer called was the hidden state."""
+    """For each layer called so far, the argument that was the hidden state."""
     _seeds: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         self.has_stages = len(self.layers) < self.num_layers
-        """Whether other stages run layers of the model, too."""
+        """Whether other stages run some of the model's layers."""
         self.is_last_stage = self.layers.stop == self.num_layers
         """Whether the stage holds the model's last layer."""
         self.drawn = self.drawn or seeds_of(self.num_layers + 2, *self.seed)
         self.step_seed = self.drawn[0]
-        """The seed of all generators at the step's beginning."""
+        """The seed of all random number generators when the step begins."""
         self.is_free = False
         """Whether layers may be called freely: several times, in any order, or not at all."""
         self._times = [0] * (self.num_layers + 1)
-        """How often each layer has begun, and last what comes after the layers."""
+        """How often each layer has begun; the last entry counts the code behind the layers."""
 
     def arrived(self) -> Handover:
-        """Return the handover of the stage before; the first call waits for it."""
+        """Return the handover from the previous stage; the first call waits for it."""
         if self.received is None:
             assert self.receive is not None
             self.received = self.receive()
@@ -101,7 +103,7 @@ class MicrobatchPass:
         """Return the input of the stage's first layer, which the model calls with `hidden`.
 
         On later stages that is the received activation, as a new tensor each time: the layer may
-        change it in place, as it might the output of a layer before it.
+        change it in place, as it may change the previous layer's output on one device.
         """
         if self.receive is None:
             return hidden
@@ -109,15 +111,15 @@ class MicrobatchPass:
         if not received.requires_grad:
             return received
         # Not a view to autograd, which forbids in-place operations on a view of a leaf.
-        given: Tensor = torch.ops.aten._unsafe_view(received, received.shape)
+        given: Tensor = torch.ops.aten._unsafe_view.default(received, received.shape)
         return given
 
     def begin_layer(self, index: int, *, again: bool = False) -> None:
         """Seed torch and wait for weights before layer `index`; `num_layers`: after all layers.
 
-        A layer that is called several times draws other numbers each time. One that runs `again` in
-        backward draws the same as before: a checkpoint has restored the generators, so the present
-        seed tells which call it was.
+        A layer that is called several times draws other numbers each time. A layer that runs
+        `again` in backward draws the same numbers as before: its checkpoint has restored the
+        generators, so their present seed tells which call it repeats.
         """
         drawn = torch.default_generator.initial_seed()
         if again:
@@ -133,7 +135,8 @@ class MicrobatchPass:
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """Remember the hidden state that a layer returned."""
-        # Inference tensors have no version; then the next stage sees it, on its unknown tensor.
+        # Inference tensors have no version counter; then a change is seen on the next stage's
+        # tensor.
         self.last_hidden = hidden
         self.last_version = _UNCOUNTED if hidden.is_inference() else hidden._version
 
@@ -146,7 +149,7 @@ class MicrobatchPass:
     def note_without_autograd(self, index: int, *, trains: bool) -> None:
         """Note that a layer of a training step is called with autograd disabled.
 
-        That is so in a frozen part under `torch.no_grad`, and in a reentrant checkpoint.
+        That happens in a frozen part under `torch.no_grad`, and in a reentrant checkpoint.
 
         Args:
             index: The layer's index.

@@ -1,13 +1,13 @@
-"""Find out which parameters outside the layers each end of a pipeline really needs.
+"""Find out which parameters outside the layers each end of a pipeline really uses.
 
-All stages of a pipeline run the same step, so all of them run the code before the layers, and most
-don't need the result: it is only the first layer's input. Example: the last stage looks up the
-embedding, but never uses what it gets, unless the head shares the embedding's weight. So a watch
+All stages of a pipeline run the same step, so all of them run the code before the layers. Most
+don't need its result, which is only the first layer's input. Example: the last stage looks up the
+embedding but never uses the result, unless the head shares the embedding's weight. So a watch
 follows everything that is computed from a parameter, through the memory of tensors, until it is
 used.
 
-In an epoch's first iteration of each phase (training, validation, test, prediction) both ends of a
-pipeline hold these parameters. For the rest of the epoch, a parameter that has been used at only
+In the first iteration of each phase (training, validation, test, prediction) in an epoch both ends
+of a pipeline hold these parameters. For the rest of the epoch, a parameter that was used at only
 one end so far is held at that end only.
 """
 
@@ -98,10 +98,11 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses_all = is_first
-        """Whether reading counts as using: on first stages, and after the stage's layers began."""
+        """Whether reading counts as using: on first stages, and once the stage's layers have
+        begun."""
         self._reads = reads
         self._kept: list[UntypedStorage] = []
-        """Memory that must stay alive, because its address identifies what was computed there."""
+        """Memory that must not be freed, because its address identifies what was computed there."""
         self._names: dict[int, frozenset[str]] = {}
         for name, parameter in parameters.items():
             self._mark((parameter,), frozenset({name}))
@@ -128,7 +129,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a context in which operations aren't watched."""
         if _get_current_dispatch_mode() is self:
             return _pop_mode_temporarily()
-        return _disable_current_modes()  # The step has entered a mode, which can't be kept alone.
+        return _disable_current_modes()  # The step has entered a mode that can't stay alone.
 
     def reach_layers(self, given: Any) -> None:
         """Note that the stage's own layers begin: their arguments count as used."""

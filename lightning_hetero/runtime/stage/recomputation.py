@@ -1,14 +1,14 @@
 """Run a layer so that it keeps its activations for backward, or recomputes them there.
 
 A recomputed layer keeps only its inputs for its backward; a selectively recomputed one also keeps
-matrix products and attention. It is needed where the activations of all micro-batches in flight
-don't fit (MEM_V in AutoHet's Eq. 4). Passes without gradients keep nothing in any case. If the plan
-doesn't say what is recomputed, `LayerOptions` do; they also say whether layers are compiled.
+the results of matrix products and attention. A plan asks for it where the activations of all
+micro-batches in flight don't fit (MEM_V in AutoHet's Eq. 4); where the plan says nothing,
+`LayerOptions` decide. They also say whether layers are compiled. Passes without gradients keep
+nothing in any case.
 
-Each layer is compiled by itself, so that stages may begin and end at any layer and layers of one
-kind share their code. Compiled layers run in training only, since a pass without gradients isn't
-worth compiling for. Communication of tensor parallelism inside a layer stays outside the compiled
-code.
+Each layer is compiled separately, so that stages may begin and end at any layer and layers of one
+kind share their compiled code. Compiled code runs in training only, since a pass without gradients
+isn't worth compiling for. Communication of tensor parallelism inside a layer isn't compiled.
 
 `LayerCall` is one call of a layer; it finds out which argument is the hidden state.
 """
@@ -45,7 +45,7 @@ _ONE_STAGE = "or use a plan whose pipelines have one stage."
 
 @dataclass
 class LayerCall:
-    """One call of one of the model's layers by the user's model."""
+    """One call of a layer, made by the user's model."""
 
     index: int
     """Index of the layer."""
@@ -67,7 +67,7 @@ class LayerCall:
     def without_caches(self) -> "LayerCall":
         """Return the call with None for any cache of keys and values: training doesn't read it.
 
-        It would keep activations alive, and a recomputed layer would write into it twice.
+        A cache would keep activations alive, and a recomputed layer would write into it twice.
         """
         args = tuple(None if is_cache(value) else value for value in self.args)
         kwargs = {name: None if is_cache(value) else value for name, value in self.kwargs.items()}
@@ -154,14 +154,14 @@ def _check_plain(hidden: Tensor) -> None:
 
 
 ActivationCheckpointing = Literal["none", "selective", "full"] | int
-"""Recompute nothing, in every layer all but matrix products and attention, every layer, or every
-n-th layer."""
+"""Recompute nothing ("none"), all but matrix products and attention of every layer ("selective"),
+every layer ("full"), or every n-th layer (a number n)."""
 
 _Forward = Callable[..., Any]
 
 _COMPILED_FORMS = 4
-"""Compiled variants of a layer: for fixed and varying numbers of tokens, and for the first and
-later micro-batches."""
+"""Number of compiled variants of a layer: for fixed and varying numbers of tokens, each for the
+first and for later micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,10 +169,10 @@ class LayerOptions:
     """How layers run in training."""
 
     activation_checkpointing: ActivationCheckpointing = "none"
-    """What is recomputed in backward, in stages for which the plan doesn't say it."""
+    """What is recomputed in backward on stages for which the plan says nothing."""
     activation_budget_bytes: int | None = None
-    """Most bytes of activations on each rank, in stages for which the plan doesn't say it; None
-    sets no limit."""
+    """Upper limit on the bytes of activations on each rank, on stages for which the plan says
+    nothing; None sets no limit."""
     compile_layers: bool = False
     """Whether `torch.compile` compiles each layer."""
 
@@ -224,7 +224,8 @@ class LayerOptions:
     def add_to(self, plan: ParallelPlan) -> ParallelPlan:
         """Return the plan with recomputation where only these options ask for it.
 
-        Only for predictions: it has the number of layers, not which ones. Budgets aren't added.
+        Only for predictions: the plan gets the number of layers, not which ones. Budgets aren't
+        added.
         """
 
         def told(stage: StagePlan) -> StagePlan:
@@ -261,14 +262,16 @@ class _CompiledForward:
     def __init__(self, index: int, forward: _Forward) -> None:
         self._plain = forward
         self._training = torch.compile(forward)
-        # Sharded layers don't share their code: beyond torch's limit they would run uncompiled.
+        # Each sharded layer gets compiled code of its own: beyond torch's limit some would run
+        # uncompiled.
         config = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, _COMPILED_FORMS * (index + 1))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._plain(*args, **kwargs)
-        # A cache of keys and values would be a different argument in each pass; nothing reads it.
+        # A cache of keys and values would be a new object in each pass, so a recompilation; it
+        # isn't read.
         return LayerCall(0, self._training, args, kwargs).without_caches().run()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -298,17 +301,18 @@ class Recomputation:
     layers: Container[int] = ()
     """Indices of the layers that are recomputed as a whole."""
     selective: Container[int] = ()
-    """Indices of the layers that keep matrix products and attention. In compiled layers these can't
-    be told apart, so they are recomputed as a whole."""
+    """Indices of the layers that recompute all but matrix products and attention. In compiled
+    layers these can't be told apart from the rest, so such layers are recomputed as a whole."""
     measured: MeasuredLayer | None = None
-    """A layer that isn't recomputed, and whose saved bytes are counted; None if they are known."""
+    """The layer whose saved bytes are counted, and which isn't recomputed; None once they are
+    known."""
 
     def run(
         self, call: LayerCall, layer: nn.Module, hidden: int | str | None, products: KeptProducts
     ) -> Any:
         """Run a layer in the forward pass, and return its output.
 
-        A layer that the model itself checkpoints isn't checkpointed once more.
+        If the model itself checkpoints the layer, it isn't checkpointed a second time.
 
         Args:
             call: The layer's call.
@@ -333,7 +337,7 @@ class Recomputation:
 def _measure(
     measured: MeasuredLayer, call: LayerCall, layer: nn.Module, hidden_key: int | str | None
 ) -> Any:
-    """Run a layer; report the bytes that it keeps, without weights and what all layers share."""
+    """Run a layer and report the bytes that it keeps, without weights and what all layers share."""
     call = call.without_caches()
     hidden = call.given[call.hidden_argument() if hidden_key is None else hidden_key]
     others = tree_leaves([value for value in call.given.values() if value is not hidden])
@@ -349,7 +353,7 @@ def _measure(
 
 
 def _saving_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """Return the present pack and unpack hooks of saved tensors; None if there are none."""
+    """Return the pack and unpack hooks of saved tensors that are set now, or None."""
     hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks

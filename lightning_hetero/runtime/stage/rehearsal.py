@@ -2,41 +2,39 @@
 
 A joiner hasn't seen a batch. So the ranks that train describe a layer's call, with its tensors by
 shape and dtype. The joiner makes such a call with zeros, forward and backward, before it joins.
-Short tensors of integers keep their values, because those that say where packed samples begin can't
-be zeros. One layer is called for all, since layers share their code. Under tensor parallelism, or
-if the shapes of steps vary, the first real call may compile once more.
+Short integer tensors keep their values, because those that say where packed samples begin can't be
+zeros. One call is enough for all layers, since they share their code. Under tensor parallelism, or
+if the shapes of steps vary, the first real call may still compile.
 """
 
-import json
-from dataclasses import fields
+import io
+import pickle
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.models import PackedBatch
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.recomputation import LayerCall
 
 __all__ = ["describe_call", "rehearse"]
 
 _MOST_VALUES = 1024
-"""Most integers in a tensor that keeps its values; longer ones become zeros."""
+"""Largest number of integers in a tensor that keeps its values; longer ones become zeros."""
 
 
 def describe_call(call: LayerCall) -> str:
-    """Return a description of a call for `rehearse`, as JSON; "" if an argument isn't plain data.
-
-    Plain are numbers, texts, tensors, `PackedBatch`, and lists, tuples and dicts of these.
-    """
-    bare = call.without_caches()
+    """Return a description of a call for `rehearse`; "" if an argument can't be pickled."""
+    bare, file = call.without_caches(), io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = _described  # type: ignore[method-assign]
     try:
         with torch._C.DisableTorchFunction():  # Modes that watch the step mustn't see this.
-            return json.dumps([_plain(bare.args), _plain(bare.kwargs)])
-    except (TypeError, RuntimeError):
-        # RuntimeError: some kinds of tensors have no shape. Then a joiner calls no layer.
+            pickler.dump((bare.args, bare.kwargs))
+    except Exception:  # An object's own pickling may raise anything. Then a joiner calls no layer.
         return ""
+    return file.getvalue().hex()
 
 
 def rehearse(
@@ -51,7 +49,9 @@ def rehearse(
         dtype: The dtype of the weights.
     """
     with torch.device(device):
-        args, kwargs = map(_made, json.loads(description))
+        unpickler = pickle.Unpickler(io.BytesIO(bytes.fromhex(description)))
+        unpickler.persistent_load = _made  # type: ignore[method-assign]
+        args, kwargs = unpickler.load()
         zeros: dict[str, Tensor] = {
             name: nn.Parameter(torch.zeros(item.shape, dtype=dtype))
             for name, item in layer.named_parameters()
@@ -68,40 +68,24 @@ def rehearse(
             total.backward()  # type: ignore[no-untyped-call]
 
 
-def _plain(value: Any) -> Any:
-    """Return a value for JSON: anything but numbers and texts as {kind: content}.
-
-    Raises:
-        TypeError: It isn't plain data.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Tensor):
-        is_short = value.dim() == 1 and value.dtype in (torch.int32, torch.int64)
-        values = value.tolist() if is_short and len(value) <= _MOST_VALUES else None
-        return {"tensor": [list(value.shape), str(value.dtype), values, value.requires_grad]}
-    if isinstance(value, PackedBatch):
-        return {"packed": [[f.name, _plain(getattr(value, f.name))] for f in fields(value)]}
-    if type(value) is dict:
-        return {"dict": [[_plain(key), _plain(item)] for key, item in value.items()]}
-    if type(value) in (list, tuple):
-        return {type(value).__name__: [_plain(item) for item in value]}
-    raise TypeError(f"{type(value)} is no plain data")
+_Described = tuple[tuple[int, ...], torch.dtype, list[int] | None, bool]
+"""A tensor's shape, dtype, values if they are kept, and whether it requires a gradient."""
 
 
-def _made(plain: Any) -> Any:
-    """Return the value that `_plain` got, with zeros for long tensors."""
-    if not isinstance(plain, dict):
-        return plain
-    ((kind, content),) = plain.items()
-    if kind == "tensor":
-        shape, name, values, requires_grad = content
-        dtype = getattr(torch, name.removeprefix("torch."))
-        if values is not None:
-            return torch.tensor(values, dtype=dtype)
-        return torch.zeros(shape, dtype=dtype).requires_grad_(requires_grad)
-    if kind in ("packed", "dict"):
-        pairs = {_made(key): _made(item) for key, item in content}
-        return PackedBatch(**pairs) if kind == "packed" else pairs
-    items = [_made(item) for item in content]
-    return tuple(items) if kind == "tuple" else items
+def _described(value: Any) -> _Described | None:
+    """Return a description of a tensor; None for other objects, which are pickled as they are."""
+    if isinstance(value, nn.Module):
+        raise pickle.PicklingError("A joiner has modules of its own.")
+    if not isinstance(value, Tensor):
+        return None
+    is_short = value.dim() == 1 and value.dtype in (torch.int32, torch.int64)
+    values = value.tolist() if is_short and len(value) <= _MOST_VALUES else None
+    return tuple(value.shape), value.dtype, values, value.requires_grad
+
+
+def _made(described: _Described) -> Tensor:
+    """Return a tensor that fits a description, of zeros unless its values are kept."""
+    shape, dtype, values, requires_grad = described
+    if values is not None:
+        return torch.tensor(values, dtype=dtype)
+    return torch.zeros(shape, dtype=dtype).requires_grad_(requires_grad)

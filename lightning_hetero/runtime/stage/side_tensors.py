@@ -1,10 +1,10 @@
-"""Send later stages what layers return beside the hidden state: losses, router logits, biases.
+"""Send to later stages what layers return beside the hidden state: losses, router logits, biases.
 
-The stage that runs a layer describes its output, which may have the hidden state, arguments of the
-layer, plain data, and other tensors. The other tensors, *side tensors*, travel beside the hidden
-state, and their gradients travel back. Stages that skip the layer return the same output, with an
-unknown hidden state. Outputs of submodules that a Hugging Face model records travel, too, if they
-are smaller than the hidden state; larger ones are unknown on later stages.
+The stage that runs a layer describes the layer's output: the hidden state, arguments of the layer,
+plain data, and other tensors. These other tensors, the *side tensors*, travel with the hidden
+state, and their gradients travel back. Stages that skip the layer rebuild the same output, with an
+unknown tensor for the hidden state. Outputs of submodules that a Hugging Face model records travel,
+too, if they are smaller than the hidden state; larger ones are unknown on later stages.
 
 Nothing else travels, so the use of anything else must not go unnoticed. Tensors and numbers that a
 layer keeps as attributes are unknown on stages that skip the layer: those with gradients, and those
@@ -63,7 +63,7 @@ class _Before(NamedTuple):
 
 
 class SideTensors:
-    """Describes the outputs of layers, and makes them again on stages that skip the layers.
+    """Describes the outputs of layers, and rebuilds them on stages that skip the layers.
 
     Args:
         layers: The model's layers in order.
@@ -71,7 +71,7 @@ class SideTensors:
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._parts = [[*layer.modules()] for layer in layers]
-        # Only hooks on submodules: a layer's own hooks run around its forward in any case.
+        # Only hooks on submodules: a layer's own hooks run around its wrapped forward in any case.
         self._hooks = [
             [
                 (part, hooks)
@@ -195,7 +195,7 @@ class SideTensors:
                 ) from error
 
     def _show_hooks(self, index: int) -> None:
-        """Call hooks inside a skipped layer with unknown tensors."""
+        """Call the hooks inside a skipped layer with unknown tensors."""
         if not any(self._hooks_alone[index]):
             return
         unknown = _nothing_known(Origin(f"what layer {index} computes", _OF_HIDDEN))
@@ -287,15 +287,15 @@ def _nothing_known(origin: Origin) -> Unknown:
 def _dump(
     value: Any, sides: list[Tensor], given: Mapping[int, int | str] | None = None
 ) -> bytes | None:
-    """Return a pickled value, with its tensors as indices into `sides`.
+    """Return a pickled value, in which tensors are replaced by their indices in `sides`.
 
     Returns None, and adds no tensors, if the value can't be pickled.
 
     Args:
         value: What a layer has returned or recorded.
         sides: The hidden state, then the side tensors; new tensors are appended.
-        given: Names of objects that stages have that skip the layer, by identity; None for
-            records, of which large tensors don't travel.
+        given: Names, by identity, of objects that stages which skip the layer have, too. None for
+            records: large tensors in these don't travel.
     """
     known = {id(tensor): index for index, tensor in enumerate(sides) if index}
     new: list[Tensor] = []

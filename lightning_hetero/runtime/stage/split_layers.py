@@ -1,12 +1,12 @@
 """Split the backward of layers: the input's gradient at once, the weights' gradients later.
 
 The previous stage waits for the gradient of a stage's input, but no stage waits for the gradients
-of weights. So these can be computed while a stage would wait anyway (Qi et al. 2023, "Zero
+of weights. So these can be computed while the stage would otherwise wait (Qi et al. 2023, "Zero
 Bubble"). During an iteration's passes `LayerSplitter.active()` replaces
-`torch.nn.functional.linear` and `embedding`, which `nn.Linear` and `nn.Embedding` call. A call with
-one of this rank's trainable weights, or with part of one such as an expert's matrix, then keeps its
-input and the gradient of its output until `run_weights`. Everything else, such as frozen weights
-and experts' grouped products, has its whole backward at once.
+`torch.nn.functional.linear` and `embedding`, which `nn.Linear` and `nn.Embedding` call. If a call
+uses one of this rank's trainable weights, or a part of one such as an expert's matrix, it then
+keeps its input and the gradient of its output until `run_weights`. Everything else, such as frozen
+weights and experts' grouped products, has its whole backward at once.
 
 The products are those that autograd computes, and gradients go through the parameters' own
 `AccumulateGrad`, so sums and hooks are the same bit for bit.
@@ -63,7 +63,7 @@ class LayerSplitter:
 
     @contextmanager
     def collecting(self, key: tuple[int, int]) -> Iterator[None]:
-        """Keep what a micro-batch's backward leaves for its weights."""
+        """Keep what a micro-batch's backward needs later for its weights."""
         self._pass = key
         self._waiting[key] = []
         try:
@@ -72,7 +72,7 @@ class LayerSplitter:
             self._pass = (-1, -1)
 
     def leave(self, places: tuple[_Place, ...], gradients: Callable[[], Sequence[Tensor]]) -> None:
-        """Leave gradients to `run_weights`."""
+        """Leave some gradients to be computed by `run_weights`."""
         self._waiting[self._pass].append((places, gradients))
 
     def names_waiting(self, key: tuple[int, int]) -> set[str]:
@@ -81,8 +81,8 @@ class LayerSplitter:
 
     def run_weights(self, key: tuple[int, int]) -> None:
         """Compute the gradients of weights that wait, and add them to the weights' `grad`."""
-        # A weight that a step uses twice gets one sum, as from autograd: under autocast in that
-        # to which it was cast, once; parts are cast each time.
+        # A weight that a step uses twice gets one sum, as from autograd: under autocast in the
+        # dtype of its cast copy, which is made once; parts are cast each time.
         sums: dict[tuple[nn.Parameter, torch.dtype], Tensor] = {}
         for places, gradients in self._waiting.pop(key):
             for (parameter, part), gradient in zip(places, gradients(), strict=True):
@@ -184,7 +184,7 @@ class _SplitLinear(torch.autograd.Function):
 
 
 class _SplitEmbedding(torch.autograd.Function):
-    """The same of an embedding, whose weight only says that there is a backward."""
+    """The same for an embedding, whose weight is passed only so that there is a backward."""
 
     @staticmethod
     def forward(

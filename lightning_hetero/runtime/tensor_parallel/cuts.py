@@ -18,7 +18,7 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.setup.layout import ModelLayout, Slot
 from lightning_hetero.runtime.slices.frozen import Opaque, is_opaque
-from lightning_hetero.runtime.slices.known_by_shape import Awaited, KnownByShape, StandIn
+from lightning_hetero.runtime.slices.known_by_shape import KnownByShape, StandIn
 from lightning_hetero.runtime.tensor_parallel.heads import Heads, find_heads, with_heads
 from lightning_hetero.runtime.tensor_parallel.styles import (
     COLUMNS,
@@ -112,8 +112,6 @@ _QUANTIZED = (
 def _is_quantized(current: nn.Parameter) -> bool:
     """Whether a parameter, or its stand-in, is of a class that can't be cut."""
     if isinstance(current, StandIn):
-        return isinstance(current.store.frozen.sources.get(current.parameter), Opaque)
-    if isinstance(current, Awaited):
         return isinstance(current.source, Opaque)
     return is_opaque(current) and not isinstance(current, KnownByShape)
 
@@ -234,9 +232,8 @@ def find_regions(root: nn.Module, layout: ModelLayout, cuts: ModelCuts) -> dict[
     """Return the regions by name.
 
     Raises:
-        ModelError: A sharded module of a layer is in no region, or a region has whole weights,
-        whose
-            gradients would be counted once for each rank.
+        ModelError: A sharded module of a layer is in no region; or a region has whole weights,
+            whose gradients would be counted once for each rank.
     """
     name = layout.layers_name
     inner = [i for i in cuts.modules if name is not None and i.name.startswith(f"{name}.")]

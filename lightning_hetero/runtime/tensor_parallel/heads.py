@@ -2,12 +2,12 @@
 
 Each rank computes consecutive query heads, and holds the key and value heads that these read. If
 the degree doesn't divide the key heads (grouped-query and multi-query attention), several ranks
-hold the same key head: `ParameterSpec.rows_of` says which, and owners add up its gradients.
+hold the same key head: `ParameterSpec.rows_of` says which, and owners sum their gradients.
 
-Attention modules expect that all key heads are read by the same number of query heads. A rank's
-query heads may begin or end in the middle of such a group. Then its key heads are repeated after
-the projection, so that each is read by equally many, and while the module runs its number of groups
-is that of the rank.
+Attention modules expect every key head to be read by the same number of query heads. But a rank's
+query heads may begin or end in the middle of such a group. So its key heads are repeated after the
+projection until each is read by equally many, and while the module runs its number of groups is
+that of the rank.
 """
 
 from collections.abc import Iterable, Mapping

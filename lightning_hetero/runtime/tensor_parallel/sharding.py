@@ -2,8 +2,8 @@
 
 The forward of every module in `ModelCuts` is wrapped once (see `forward`). With whole weights the
 wrapper does nothing. With shards it adds the group's collectives, so that activations outside
-sharded modules are the same on all ranks of the group, as in Megatron-LM, on plain local tensors.
-So stages may have different degrees, and a change of plan doesn't change the module.
+sharded modules are the same on all ranks of the group, as in Megatron-LM, but on plain local
+tensors. So stages may have different degrees, and a change of plan doesn't change the module.
 
 With sequence parallelism the activation between sharded regions (attention, MLP) is cut along the
 tokens, too. Instead of an all-reduce, a region gathers tokens where it begins and reduce-scatters

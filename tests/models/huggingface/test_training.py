@@ -13,6 +13,7 @@ import torch
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import CheckpointError, ModelError
 from lightning_hetero.models.huggingface import export_pretrained
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.huggingface_runs import (
     SEED,
@@ -23,7 +24,6 @@ from tests.runtime.huggingface_runs import (
     make_model,
     run,
 )
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.runtime.test_huggingface import assert_same
 from tests.toy import quiet
 

@@ -13,17 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.runtime.exchange.routes import Routes
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import (
-    Case,
-    Outcome,
-    assert_same_bits,
-    pipeline,
-    plan_of,
-    refusal,
-    stage,
-    train,
-)
+from tests.runtime.runs import Case, Outcome, assert_same_bits, refusal, train
 
 pytestmark = pytest.mark.dist
 

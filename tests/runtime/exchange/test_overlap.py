@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
 pytestmark = pytest.mark.dist

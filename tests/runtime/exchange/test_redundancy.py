@@ -18,9 +18,10 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.exchange import even
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.testing import EmulatedDevices
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.case_modules import RowsModule
-from tests.runtime.runs import MODULES, SEED, Case, Outcome, fit, pipeline, plan_of, stage, train
+from tests.runtime.runs import MODULES, SEED, Case, Outcome, fit, train
 
 pytestmark = pytest.mark.dist
 

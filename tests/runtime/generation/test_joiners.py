@@ -6,7 +6,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from threading import Event, Thread
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,17 +14,14 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
-from lightning_hetero.runtime.generation import joiners
 from lightning_hetero.runtime.generation.entering import join_membership, split_address
-from lightning_hetero.runtime.generation.joiners import (
-    Admission,
-    Joiner,
+from lightning_hetero.runtime.generation.keeper import JOIN
+from lightning_hetero.runtime.generation.log import Generation
+from lightning_hetero.runtime.generation.membership import (
+    Membership,
     begin_numbers,
     draw_number,
 )
-from lightning_hetero.runtime.generation.keeper import JOIN
-from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import Generation, Member, say_here
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from lightning_hetero.strategy.generations import Generations, size_that_stays
 from lightning_hetero.strategy.processes import Processes
@@ -35,33 +31,40 @@ FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
 PATIENT_S, SHORT_S = 20.0, 0.1
 
 
-def heartbeat_of(store: dist.Store, number: int) -> Heartbeat:
-    """Return the heartbeat of a process, whose rounds the test may call itself."""
-    return Heartbeat(store, number=number, interval_s=0.02)
+class Signs(Heartbeat):
+    """A heartbeat whose rounds the test may call itself, and for which only joiners are silent."""
+
+    members: frozenset[int] = frozenset()
+
+    def silence_s(self, number: int) -> float:
+        return 0.0 if number in self.members else super().silence_s(number)
+
+    def beat(self) -> None:
+        self._round()
 
 
-def member_of(store: dist.Store, heartbeat: Heartbeat, node: str) -> Membership:
-    admission = Admission(store, heartbeat, FACTS)
-    number, patience_s = heartbeat.number, 20.0
-    return Membership(store, number=number, node=node, admission=admission, patience_s=patience_s)
+def member_of(store: dist.Store, number: int, node: str = "a", **other: str) -> Membership:
+    heartbeat = Signs(store, number=number, interval_s=0.02)
+    facts, limits = {**FACTS, **other}, {"silence_s": PATIENT_S, "patience_s": 20.0}
+    return Membership(store, heartbeat, node=node, facts=facts, **limits)
 
 
-def joiner_of(store: dist.Store, facts: dict[str, str] = FACTS) -> Joiner:
+def joiner_of(store: dist.Store, **other: str) -> Membership:
     """Return a joiner that doesn't beat by itself."""
-    return Joiner(store, heartbeat_of(store, draw_number(store)), facts)
+    return member_of(store, draw_number(store), "b", **other)
 
 
-def beat(joiner: Joiner) -> None:
-    joiner._heartbeat._round()
+def ask(joiner: Membership) -> None:
+    joiner._log.note("asking", joiner.number, joiner._facts)
 
 
 def run_of(count: int) -> tuple[dist.Store, list[Membership]]:
     """Return the store and the members of a run that trains in its generation 0."""
     store = dist.HashStore()
     begin_numbers(store, count)
-    members = [member_of(store, heartbeat_of(store, n), "a") for n in range(count)]
+    members = [member_of(store, number) for number in range(count)]
     with ThreadPoolExecutor(count) as threads:
-        list(threads.map(lambda member: member.form(range(count)), members))
+        list(threads.map(lambda member: member.form_first(count), members))
     return store, members
 
 
@@ -69,19 +72,20 @@ class Coming:
     """A joiner on a thread of its own: it beats until it is called, refused, or stopped."""
 
     def __init__(self, store: dist.Store, **other: str) -> None:
-        self.joiner = joiner_of(store, {**FACTS, **other})
-        self.number, heartbeat = self.joiner.number, self.joiner._heartbeat
-        self.membership = member_of(store, heartbeat, "b")
-        heartbeat.begin()
+        self.membership = joiner_of(store, **other)
+        self.number = self.membership.number
+        self.membership._heartbeat.begin()
         self.result: Generation | Exception | None = None
         self._thread = Thread(target=self._come, daemon=True)
         self._thread.start()
 
     def _come(self) -> None:
         try:
-            self.result = self.membership.enter_called(self.joiner.wait_for_call(20.0))
+            self.result = self.membership.join(20.0)
         except Exception as error:
             self.result = error
+        finally:
+            self.membership._heartbeat.end(20.0)
 
     def wait(self) -> Generation | Exception:
         self._thread.join(20.0)
@@ -89,11 +93,16 @@ class Coming:
         return self.result
 
 
+def looks(member: Membership) -> bool:
+    """Look once, as rank 0 does between steps, with the news that its heartbeat has read."""
+    member._heartbeat.beat()
+    return member.look_for_joiners()
+
+
 def see(member: Membership) -> None:
     """Look, as rank 0 does between steps, until joiners wait."""
     for _ in range(2000):
-        member.num_news()
-        if member.look_for_joiners():
+        if looks(member):
             return
         Event().wait(0.005)
     raise AssertionError("nobody has come")
@@ -103,18 +112,11 @@ def form_next(
     members: list[Membership], leaving: tuple[int, ...] = (), silence_s: float = PATIENT_S
 ) -> list[Generation]:
     staying = [m for m in members if m.generation.rank_of(m.number) not in leaving]
-    numbers = {m.number for m in members}
-
-    def form(member: Membership) -> Generation:
-        """Only joiners may be silent."""
-        heartbeat = member._admission._heartbeat
-        signs = SimpleNamespace(
-            silence_s=lambda number: 0.0 if number in numbers else heartbeat.silence_s(number)
-        )
-        return member.form_next(signs, silence_s, leaving)[1]
-
+    for member in staying:
+        member._heartbeat.members = frozenset(other.number for other in members)
+        member._silence_s = silence_s
     with ThreadPoolExecutor(len(staying)) as threads:
-        return list(threads.map(form, staying))
+        return [new for _, new in threads.map(lambda member: member.form_next(leaving), staying)]
 
 
 def test_where_a_rank_was_lost_who_waits_comes_one_generation_later() -> None:
@@ -124,10 +126,10 @@ def test_where_a_rank_was_lost_who_waits_comes_one_generation_later() -> None:
     see(members[0])
     members[0].tell_gone(1, "SIGKILL")
     left = [members[0], members[2]]
-    assert joiners.call(store, 1, anybody=False) == []
-    assert [item.number for item in form_next(left)[0].members] == [0, 2]
+    members[0]._say_here(1, calls_joiners=False)
+    assert form_next(left)[0].numbers == (0, 2)
     assert coming.result is None
-    assert [item.number for item in form_next(left)[0].members] == [0, 2, 3]
+    assert form_next(left)[0].numbers == (0, 2, 3)
     assert isinstance(coming.wait(), Generation)
 
 
@@ -140,57 +142,45 @@ def test_one_that_runs_something_else_is_refused_and_the_others_notice_nothing(
     store, members = run_of(2)
     coming = Coming(store, **{name: value})
     while coming.result is None:
-        members[0].num_news()
-        assert not members[0].look_for_joiners()
+        assert not looks(members[0])
     error = coming.wait()
     assert isinstance(error, ConfigurationError)
     assert f"it has {name} {value}, the run {FACTS[name]}. Give it the same" in str(error)
     assert members[0].find_gone() is None
-    assert joiners.has_never_entered(store, coming.number)
-    assert not members[1].look_for_joiners(), "also another rank 0 doesn't ask again"
+    assert coming.number in members[0]._log.read().asking
+    assert not looks(members[1]), "also another rank 0 doesn't ask again"
 
 
 def test_one_that_dies_holds_up_nobody_at_any_stage() -> None:
     """After it drew its number; after its first beat; when admitted; when called; when it is in."""
     store, members = run_of(2)
-    store.add("numbers", 1)  # Drawn, and no word since.
+    draw_number(store)
     asked = joiner_of(store)
-    beat(asked)
-    members[0].num_news()
+    ask(asked)
+    asked._heartbeat.beat()
     for _ in range(5):
-        assert not members[0].look_for_joiners(), "nobody has beaten twice"
+        assert not looks(members[0]), "nobody has beaten twice"
     joiner = joiner_of(store)
-    beat(joiner)
-    members[0].look_for_joiners()
-    beat(joiner)
-    assert members[0].look_for_joiners()
+    ask(joiner)
+    joiner._heartbeat.beat()
+    assert not looks(members[0])
+    joiner._heartbeat.beat()
+    assert looks(members[0])
     # It is called, and nothing comes: it is given up for ever, and only once waited for.
-    formed = form_next(members, silence_s=SHORT_S)
-    assert [item.number for item in formed[0].members] == [0, 1]
-    assert members[0].reason_of(joiner.number) == "It showed no sign of life."
-    assert not members[0].look_for_joiners()
+    assert form_next(members, silence_s=SHORT_S)[0].numbers == (0, 1)
+    assert members[0]._log.read().gone[joiner.number] == "It showed no sign of life."
+    assert not looks(members[0])
     with pytest.raises(PeerError, match="goes on without this process: It showed no sign"):
-        joiner.wait_for_call(20.0)
+        joiner.join(20.0)
     # One of which its keeper tells is not waited for at all.
     told = Coming(store)
     see(members[0])
     members[1].tell_gone(told.number, "Its process ended with SIGKILL.")
-    assert [item.number for item in form_next(members)[0].members] == [0, 1]
+    assert form_next(members)[0].numbers == (0, 1)
     assert isinstance(told.wait(), PeerError)
     # One that said that it is here and died then is found lost in the next generation.
-    late = joiner_of(store)
-    beat(late)
-    members[0].num_news()
-    members[0].look_for_joiners()
-    beat(late)
-    assert members[0].look_for_joiners()
-
-    def die_when_called() -> None:
-        called = late.wait_for_call(20.0)
-        joiners.note_entered(store, late.number)
-        say_here(store, called, Member(late.number, "b"))
-
-    Thread(target=die_when_called).start()
+    late = Coming(store)
+    see(members[0])
     assert form_next(members)[0].world_size == 3
     members[0].tell_gone(late.number, "It stopped answering.")
     assert members[1].find_gone() == (2, "Rank 2 is gone: It stopped answering.")
@@ -218,7 +208,7 @@ def test_any_order_of_coming_leaving_and_dying_ends_in_one_generation_of_who_liv
             members.pop(1)
         called = [c for c in coming if formed[0].rank_of(c.number) is not None]
         members += [c.membership for c in called if c.wait() == formed[0]]
-        assert [item.number for item in formed[0].members] == [m.number for m in members]
+        assert list(formed[0].numbers) == [m.number for m in members]
         # Who came too late for this one waits on, and may be called for the next.
         for other in coming:
             if other not in called:
@@ -229,17 +219,17 @@ def test_any_order_of_coming_leaving_and_dying_ends_in_one_generation_of_who_liv
 def test_a_joiner_is_told_why_nobody_lets_it_in() -> None:
     store, members = run_of(1)
     with pytest.raises(PeerError, match=r"Nobody has let this process in for 0 s.*start_timeout"):
-        joiner_of(store).wait_for_call(0.1)
+        joiner_of(store).join(0.1)
     members[0].tell_end()
     with pytest.raises(PeerError, match="trained to its end"):
-        joiner_of(store).wait_for_call(20.0)
+        joiner_of(store).join(20.0)
     store, members = run_of(2)
     for member in members:
         member.tell_gone(member.number, "SIGKILL")
     with pytest.raises(
         PeerError, match=r"Nobody is left of the run: it has failed, or was started"
     ):
-        joiner_of(store).wait_for_call(20.0)
+        joiner_of(store).join(20.0)
 
 
 def test_where_only_joiners_are_left_nobody_trains_something_else() -> None:
@@ -254,7 +244,7 @@ def test_a_joiner_whose_store_goes_is_told_so_at_once() -> None:
             raise dist.DistNetworkError("connection reset")
 
     with pytest.raises(PeerError, match="store is gone, so the run has ended, or lost its first"):
-        joiner_of(Goes()).wait_for_call(1000.0)
+        joiner_of(Goes()).join(1000.0)
 
 
 @contextmanager

@@ -12,12 +12,6 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.keep import be_kept, block_signals
-from lightning_hetero.runtime.generation.joiners import (
-    Joiner,
-    begin_numbers,
-    draw_number,
-    note_entered,
-)
 from lightning_hetero.runtime.generation.keeper import (
     JOIN,
     KEPT,
@@ -26,14 +20,8 @@ from lightning_hetero.runtime.generation.keeper import (
     joiner_variables,
     tell_keeper,
 )
-from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import (
-    ENDED,
-    NEWEST,
-    Member,
-    propose,
-    tell_gone,
-)
+from lightning_hetero.runtime.generation.log import Log
+from lightning_hetero.runtime.generation.membership import Membership, draw_number
 from lightning_hetero.runtime.ranks.failure import LEAVE_EXIT_CODE
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
 from tests.processes import fork_server, free_port
@@ -63,8 +51,9 @@ def keep(folder: Path, port: int, codes: list[int | None]) -> None:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         members = dist.PrefixStore("members", store)
         tell_keeper("members", rank)
-        member = Membership(members, number=rank, node="a", patience_s=60.0)
-        member.form(range(len(codes)))
+        heartbeat = Heartbeat(members, number=rank, interval_s=1.0)
+        member = Membership(members, heartbeat, node="a", facts={}, silence_s=60.0)
+        member.form_first(len(codes))
         (folder / f"new-{rank}").write_text(str(os.getpid()))
         (folder / f"new-{rank}").rename(folder / f"pid-{rank}")
         code = codes[rank]
@@ -72,7 +61,7 @@ def keep(folder: Path, port: int, codes: list[int | None]) -> None:
         while code is None:
             time.sleep(0.01)
             # Not before the keeper, which imports torch meanwhile, has told who died in training.
-            if (folder / "ends").exists() and all(map(member.reason_of, dying)):
+            if (folder / "ends").exists() and member._log.read().gone.keys() >= set(dying):
                 member.tell_end()
                 code = 5 if (folder / "fails-after").exists() else 0
         return code
@@ -123,11 +112,11 @@ class Place:
         self.now_s = 1000.0
         monkeypatch.setattr(time, "monotonic", lambda: self.now_s)
         self.run = dist.PrefixStore("members", dist.HashStore())
-        begin_numbers(self.run, 2)
+        self.log = Log(self.run)
         for number in range(2):
-            Membership(self.run, number=number, node="a", patience_s=60.0)
-        propose(self.run, 0, [Member(0, "a"), Member(1, "b")])
-        self.run.set(NEWEST, "0")
+            draw_number(self.run)
+            self.log.append(0, "here", number, ["ab"[number], False])
+        self.log.append(0, "formed", 0)
         of_prefix = lambda *_: self.run  # noqa: E731 - takes what `PrefixStore` takes
         monkeypatch.setattr("torch.distributed.distributed_c10d.PrefixStore", of_prefix)
         self.environments: list[dict[str, str]] = []
@@ -158,8 +147,15 @@ class Place:
 
     def ask(self) -> None:
         """Let the latest worker ask the run to let it in."""
-        heartbeat = Heartbeat(self.run, number=draw_number(self.run), interval_s=1.0)
-        self.worker.member = ("members", Joiner(self.run, heartbeat, {}).number)
+        number = draw_number(self.run)
+        self.log.note("asking", number, {})
+        self.worker.member = ("members", number)
+
+    def let_in(self) -> None:
+        """Let the latest worker be in the next generation."""
+        for number in (1, self.worker.member[1]):
+            self.log.append(1, "here", number, ["a", True])
+        self.log.append(1, "formed", 1)
 
     def wait_for_next(self) -> float:
         """Return for how long the device stays empty."""
@@ -207,7 +203,7 @@ def test_a_joiner_holds_its_keeper_only_while_the_run_goes_on(place: Place) -> N
     place.ask()
     place.look()
     assert place.keeper._judge() is None
-    place.run.set(ENDED, "1")
+    place.log.note("ended", 0)
     place.look()
     assert place.keeper._judge() == 0
 
@@ -216,9 +212,9 @@ def test_a_joiner_that_was_let_in_is_a_worker_like_others(place: Place) -> None:
     place.lose()
     place.wait_for_next()
     place.ask()
-    note_entered(place.run, place.worker.member[1])
+    place.let_in()
     place.look()
-    place.run.set(ENDED, "1")
+    place.log.note("ended", 0)
     place.look()
     assert place.keeper._judge() is None, "it may have to save what was trained"
     place.lose()
@@ -238,7 +234,7 @@ def test_no_joiner_comes_where_the_run_is_over_or_who_started_it_wants_its_end(
         None,
     ]
     place.keeper._is_told_to_end = False
-    tell_gone(place.run, 1, "lost, too")
+    place.log.note("gone", 1, "lost, too")
     place.look()
     assert len(place.environments) == 1
     assert place.keeper._judge() == 137

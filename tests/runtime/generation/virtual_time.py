@@ -18,14 +18,13 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core import process
-from lightning_hetero.runtime.generation import joiners, membership
+from lightning_hetero.runtime.generation import membership
 from lightning_hetero.runtime.generation.membership import Membership
-from lightning_hetero.runtime.generation.records import say_here
 from lightning_hetero.runtime.ranks import heartbeat
 
 __all__ = ["Formed", "Timeline", "form_next"]
 
-_MODULES = membership, joiners, heartbeat, process
+_MODULES = membership, heartbeat, process
 _STACK_BYTES = 512 * 1024
 
 
@@ -127,7 +126,8 @@ class _Store:
 class _Signs:
     """What one member sees of the others' beats, of which the first members have stopped."""
 
-    def __init__(self, timeline: Timeline, num_frozen: int, silence_s: float) -> None:
+    def __init__(self, timeline: Timeline, number: int, num_frozen: int, silence_s: float) -> None:
+        self.number = number
         self._timeline, self._num_frozen = timeline, num_frozen
         self._nap_s, self._seen = silence_s / 5, dict[int, heartbeat.Silence]()
 
@@ -161,17 +161,21 @@ def form_next(
         silence_s: For how long members may be silent.
     """
     timeline = Timeline()
-    everyone = [Membership(timeline.store, number=n, node="a") for n in range(num_members)]
-    with timeline.in_use():
-        timeline.run([partial(member.form, range(num_members)) for member in everyone])
-        for frozen in everyone[:num_here]:
-            say_here(timeline.store, 1, frozen._own)
-        begin_s, before, left = timeline.now_s, timeline.num_calls, everyone[num_frozen:]
-        pairs = timeline.run(
-            [
-                partial(member.form_next, _Signs(timeline, num_frozen, silence_s), silence_s)
-                for member in left
-            ]
+    everyone = [
+        Membership(
+            timeline.store,
+            _Signs(timeline, number, num_frozen, silence_s),  # type: ignore[arg-type]
+            node="a",
+            facts={},
+            silence_s=silence_s,
         )
+        for number in range(num_members)
+    ]
+    with timeline.in_use():
+        timeline.run([partial(member.form_first, num_members) for member in everyone])
+        for frozen in everyone[:num_here]:
+            frozen._say_here(1)
+        begin_s, before = timeline.now_s, timeline.num_calls
+        pairs = timeline.run([member.form_next for member in everyone[num_frozen:]])
     lost = {old.without(new) for old, new in pairs}
     return Formed(lost, timeline.now_s - begin_s, timeline.num_calls - before)

@@ -7,8 +7,9 @@ from unittest import mock
 import pytest
 
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, Outcome, assert_same_bits, pipeline, plan_of, stage, train
+from tests.runtime.runs import Case, Outcome, assert_same_bits, train
 
 pytestmark = pytest.mark.dist
 

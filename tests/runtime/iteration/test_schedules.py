@@ -15,17 +15,9 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.iteration import schedule_choice
 from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.schedules import Schedule
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import (
-    Case,
-    Outcome,
-    assert_same_bits,
-    assert_same_training,
-    pipeline,
-    plan_of,
-    stage,
-    train,
-)
+from tests.runtime.runs import Case, Outcome, assert_same_bits, assert_same_training, train
 
 pytestmark = pytest.mark.dist
 

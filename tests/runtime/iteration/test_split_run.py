@@ -1,8 +1,9 @@
-"""The check of a loss costs less than three training steps, and no more memory than one."""
+"""What the check of a loss costs, and when it runs."""
 
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -51,3 +52,28 @@ def test_a_check_costs_less_than_three_steps_and_no_more_memory_than_one() -> No
     assert sum(samples for samples, _ in checked) <= 3 * num_samples, "a step has two micro-batches"
     assert max(num_bytes for _, num_bytes in checked) <= first[1]
     assert [num_samples] * 2 == GRADIENTS, "a check goes back through the last layer only"
+
+
+class Masked(L.LightningModule):
+    """A mean over what a mask chooses: nothing in the first iterations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8)])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, mask = batch
+        return (self.layers[0](x).square().sum(1) * mask).sum() / mask.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients of batch")
+def test_a_check_that_sees_nothing_runs_again() -> None:
+    mask = torch.tensor([0.0] * 24 + [1.0, 1.0, 1.0, 0.0] * 2)
+    loader = DataLoader(TensorDataset(torch.randn(32, 8), mask), batch_size=8)
+    strategy = HeteroStrategy(num_microbatches=2, nonfinite_gradients="skip")
+    trainer = L.Trainer(**quiet(max_steps=4), devices=1, strategy=strategy)
+    with pytest.warns(UserWarning, match="a mean over the sum of tensor 1.*Until now"):
+        trainer.fit(Masked(), loader)

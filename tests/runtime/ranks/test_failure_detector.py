@@ -16,8 +16,9 @@ from lightning_hetero.runtime.ranks import failure
 from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.failure import FailureDetector
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, pipeline, plan_of, stage, train
+from tests.runtime.runs import Case, train
 
 PATIENCE_S = 60.0
 
@@ -26,9 +27,9 @@ class Watched:
     """A rank's detector, and what it did."""
 
     def __init__(
-        self, store: dist.Store, rank: int, timeout_s: float = 1.0, bulletin: Any = None
+        self, store: dist.Store, rank: int, timeout_s: float = 1.0, patience_s: float = 10.0
     ) -> None:
-        ring = Ring(numbers=(0, 1), rank=rank, bulletin=bulletin)
+        ring = Ring(numbers=(0, 1), rank=rank, patience_s=patience_s, find_gone=lambda: None)
         self.heartbeat = Heartbeat(store, number=rank, interval_s=0.1)
         seconds = {"timeout": timedelta(seconds=timeout_s), "silence": timedelta(seconds=1)}
         self.detector = FailureDetector(self.heartbeat, ring, abort=lambda: self.abort(), **seconds)
@@ -60,27 +61,13 @@ def test_a_failure_aborts_the_communicators_and_a_teardown_that_hangs_is_ended(
     assert other.was_ended.wait(PATIENCE_S)
 
 
-class Board:
-    """A bulletin without news."""
-
-    def __init__(self, patience_s: float) -> None:
-        self.patience_s = patience_s
-
-    def num_news(self) -> int:
-        return 0
-
-    def find_gone(self) -> None:
-        return None
-
-
 @pytest.mark.parametrize(("patience_s", "is_ended"), [(PATIENCE_S, False), (0.1, True)])
 def test_in_place_a_rank_may_work_as_long_as_the_others_wait_for_it(
     patience_s: float, monkeypatch: pytest.MonkeyPatch, *, is_ended: bool
 ) -> None:
-    monkeypatch.setattr(failure, "_GRACE_S", 1000.0 if is_ended else 0.0)
     store, ended = dist.HashStore(), threading.Event()
     monkeypatch.setattr(failure, "end_process", lambda *_: ended.set())
-    failed, busy = (Watched(store, rank, 1000.0, Board(patience_s)) for rank in range(2))
+    failed, busy = (Watched(store, rank, 1000.0, patience_s) for rank in range(2))
     try:
         failed.detector.report(ValueError("a bug"))
         # Its main thread sees nothing of it.

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import HeteroError
+from tests.plans import UNEQUAL, pipeline, plan_of, stage
 from tests.processes import SILENT, ProcessFailed, ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.step_cases import UNEQUAL, Compared, Make, TinyModule, refused
+from tests.runtime.step_cases import Compared, Make, TinyModule, refused
 from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist

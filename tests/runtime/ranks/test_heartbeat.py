@@ -39,30 +39,29 @@ def test_a_round_of_a_quiet_run_is_three_calls(world_size: int) -> None:
     ranks, watches = heartbeats(store, world_size)
     for heartbeat in ranks:
         heartbeat._round()
+    store.calls.clear()
+    for heartbeat in ranks:
         heartbeat._round()
-    assert store.calls == {"add": 3 * 2 * world_size}
-    assert [item.peer for item in watches] == [*range(1, world_size), 0]
+    assert store.calls == {"add": 2 * world_size, "multi_get": world_size}
+    assert watches[-1].ring.watched == tuple(range(min(16, world_size - 1)))
 
 
-def test_those_behind_a_silent_rank_are_watched_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A node's ranks are lost together, so who would watch the second one is lost, too."""
+def test_a_node_that_is_lost_is_silent_for_the_rank_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node's ranks are lost together, and each of them watches the others."""
     store, now_s = CountingStore(), [0.0]
     monkeypatch.setattr("time.monotonic", lambda: now_s[0])
-    ranks, _ = heartbeats(store, 5, interval_s=1.0)
-    first = ranks[0]
+    ranks, watches = heartbeats(store, 5, interval_s=1.0)
 
-    def go_on(alive: tuple[int, ...], rounds: int) -> None:
+    def go_on(alive: tuple[int, ...], rounds: int) -> dict[int, float]:
         for _ in range(rounds):
             now_s[0] += 1.0
-            for rank in alive:
+            for rank in (*alive, 0):
                 ranks[rank]._round()
-            first._round()
+        return watches[0].silences_s
 
     go_on((1, 2, 3, 4), 1)
-    go_on((3, 4), 8)
-    assert [first.silence_s(rank) for rank in range(1, 5)] == [8, 6, 0, 0]
-    # Once it beats, the others are its own concern again.
-    go_on((1, 3, 4), 3)
-    store.calls.clear()
-    first._round()
-    assert store.calls == {"add": 3}
+    assert go_on((3, 4), 8) == {1: 8, 2: 8, 3: 0, 4: 0}
+    ranks[2]._say_goodbye()
+    assert go_on((1, 3, 4), 1) == {1: 0, 3: 0, 4: 0}, "who ends normally isn't missed"

@@ -20,9 +20,9 @@ from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.ranks import meeting
 from lightning_hetero.runtime.ranks.communicators import Communicators, init_process_group
 from lightning_hetero.runtime.ranks.meeting import _meet, connect_store
+from tests.plans import STAGES, pipeline, plan_of, stage
 from tests.processes import ProcessPool, free_port
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.step_cases import STAGES, TinyModule
+from tests.runtime.step_cases import TinyModule
 from tests.toy import loader, quiet
 
 OTHER = plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 3)))

@@ -14,8 +14,9 @@ from torchmetrics import (
 )
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
+from tests.plans import COPIES, STAGES
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import COPIES, STAGES, Make, TinyModule, check, refused
+from tests.runtime.step_cases import Make, TinyModule, check, refused
 from tests.toy import VOCABULARY
 
 pytestmark = pytest.mark.dist

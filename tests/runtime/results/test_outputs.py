@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_hetero.runtime.results.outputs import StepRecord, join_outputs
+from tests.plans import COPIES, STAGES
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import COPIES, STAGES, TinyModule, check, fit_each
+from tests.runtime.step_cases import TinyModule, check, fit_each
 
 
 class Pair(NamedTuple):

@@ -49,7 +49,7 @@ def evidence_of(
     model: nn.Module,
     batch: dict[str, Tensor],
     dtype: torch.dtype,
-) -> Evidence:
+) -> tuple[Evidence, Limits]:
     half = NUM_ROWS // 2
     gradients, parts = [], [slice(0, NUM_ROWS), slice(0, half), slice(half, None)]
     chosen, limits = [*model.parameters(), cases.WEIGHT], Limits.of(dtype)
@@ -69,7 +69,7 @@ def evidence_of(
             float(way.of({n: item[rows] for n, item in batch.items()}, None)) for rows in parts
         )
         counts[way] = (first, second, third)
-    return Evidence.of(gradients, counts, num_samples=NUM_ROWS, limits=limits, is_random=False)
+    return Evidence.of(gradients, counts), limits
 
 
 def verdict_of(
@@ -95,7 +95,7 @@ def verdict_of(
         optimizer.step()
     before = LossRule(LossReduction.MEAN, Counting.usual(batch, None))
     try:
-        found = evidence_of(loss_of, model, batch, dtype)
+        found, limits = evidence_of(loss_of, model, batch, dtype)
     except NotImplementedError:
         return NOT_RUN
     except (RuntimeError, ValueError, IndexError) as error:
@@ -103,7 +103,7 @@ def verdict_of(
         is_missing = "not implemented" in str(error) or "dtype" in str(error)
         return NOT_RUN if is_missing else REFUSED
     try:
-        verdict = judge([found], before, None, allow_mixing=False)
+        verdict = judge([found], before, None, limits=limits)
     except StepError:
         return REFUSED
     if not verdict.is_verified:
@@ -153,16 +153,16 @@ def test_nearly_all_losses_and_layers_are_judged_right(dtype: torch.dtype, num_s
     assert len(wrong) <= 0.02 * total, wrong
 
 
-def evidence(
-    gradients: list[list[float]], counts: list[tuple[float, float, float]], **options: Any
-) -> Evidence:
+def evidence(gradients: list[list[float]], counts: list[tuple[float, float, float]]) -> Evidence:
     named = {Counting("kept", place): item for place, item in enumerate(counts)}
-    found = {"num_samples": 2, "limits": Limits.of(torch.float32), "is_random": False, **options}
-    return Evidence.of([torch.tensor(item) for item in gradients], named, **found)
+    return Evidence.of([torch.tensor(item) for item in gradients], named)
 
 
-def judged(*found: Evidence, declared: LossReduction | None = None, mixes: bool = False) -> Verdict:
-    return judge(found, USUAL, declared, allow_mixing=mixes)
+FINE = Limits.of(torch.float32)
+
+
+def judged(*found: Evidence, declared: LossReduction | None = None, **options: Any) -> Verdict:
+    return judge(found, USUAL, declared, **{"limits": FINE, **options})
 
 
 USUAL = LossRule(LossReduction.MEAN, Counting("kept", 0))
@@ -179,9 +179,9 @@ MEETING = evidence([[2.0, 1.0, 3.0], [2.0, 0.0, 0.0], [0.0, 2.0, 0.0]], [(4, 2, 
 HALF_EMPTY = evidence([[1.0, 2.0], [1.0, 2.0], NOTHING], [(4, 2, 2)])
 
 
-def twice(whole: float, **options: Any) -> Evidence:
+def twice(whole: float) -> Evidence:
     """What one sample twice shows, whose own gradient is 2."""
-    return evidence([[whole], [2.0], [2.0]], [(2, 1, 1)], **options)
+    return evidence([[whole], [2.0], [2.0]], [(2, 1, 1)])
 
 
 @pytest.mark.parametrize(
@@ -218,17 +218,17 @@ def test_what_no_rule_explains_is_refused(found: Any, options: Any, told: str) -
 
 
 def test_what_is_not_sure_is_said() -> None:
-    assert judged(MEETING, mixes=True).rule in (USUAL, SUM)
+    assert judged(MEETING, allow_mixing=True).rule in (USUAL, SUM)
     for gradients in ([[0.0]] * 3, [[float("nan")], [1.0], [1.0]]):
         verdict = judged(evidence(gradients, [(2, 1, 1)]))
         assert verdict == Verdict(USUAL, is_verified=False)
-    random = judged(twice(3.0, is_random=True))
+    random = judged(twice(3.0), is_random=True)
     assert random.rule == USUAL
     assert "draws random numbers even in eval mode" in random.warning
     rough = [[1.0, 1.0007], [2.0, 0.0], [0.0, 2.0]]
     assert "put together" in judged(evidence(rough, [(4, 2, 2)])).warning
-    halved = evidence(rough, [(4, 2, 2)], limits=Limits.of(torch.bfloat16))
-    assert judged(halved).warning == ""
+    halved = evidence(rough, [(4, 2, 2)])
+    assert judged(halved, limits=Limits.of(torch.bfloat16)).warning == ""
     assert [index for index in range(2000) if is_due(index)] == [0, 1, 10, 100, 1000]
 
 
@@ -244,14 +244,13 @@ def test_two_samples_tell_a_sum_from_a_sum_of_means_over_their_groups(are_alone:
             loss = sum(values[groups[part] == group].mean() for group in groups[part].unique())
             gradients.extend(torch.autograd.grad(loss, [weight]))
         counts = {Counting("samples"): tuple(float(len(part)) for part in parts)}
-        limits = Limits.of(torch.float32)
-        return Evidence.of(gradients, counts, num_samples=2, limits=limits, is_random=False)
+        return Evidence.of(gradients, counts)
 
     usual = LossRule(LossReduction.MEAN, Counting("samples"))
     pair, twice = evidence_of_rows([0, 1], [0], [1]), evidence_of_rows([0, 0], [0], [0])
     if are_alone:
-        assert judge([pair], usual, None, allow_mixing=False).rule.is_sum
+        assert judge([pair], usual, None, limits=FINE).rule.is_sum
         with pytest.raises(StepError, match="treats samples together"):
-            judge([pair, twice], usual, None, allow_mixing=False)
+            judge([pair, twice], usual, None, limits=FINE)
     else:
-        assert judge([pair, twice], usual, None, allow_mixing=False).rule == usual
+        assert judge([pair, twice], usual, None, limits=FINE).rule == usual

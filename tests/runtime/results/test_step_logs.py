@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.plans import COPIES, STAGES, UNEQUAL
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import COPIES, ROWS, STAGES, TinyModule, check
+from tests.runtime.step_cases import ROWS, TinyModule, check
 
 FUNCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": torch.min}
 
@@ -24,7 +25,7 @@ class LogsAll(TinyModule):
         logits = self.model(ids)
         loss = self.loss(logits, labels)
         self.log("train", loss, on_step=True, on_epoch=True, prog_bar=True)
-        self.log("constant", 2.5)
+        self.log_dict({"constant": 2.5, "synced": loss.detach()}, on_epoch=True, sync_dist=True)
         found = {"sum": (labels != -100).sum(), "max": ids.max(), "min": ids.min()}
         for name, value in found.items():
             options = {"on_step": False, "on_epoch": True}
@@ -34,9 +35,17 @@ class LogsAll(TinyModule):
             self.log("rare", 1.0, on_step=False, on_epoch=True)
         return loss
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.look()
+
     def on_train_epoch_end(self) -> None:
-        self.seen = [float(value) for value in self.trainer.progress_bar_metrics.values()]
+        self.look()
         self.log("behind all steps", 1.5)
+
+    def look(self) -> None:
+        bar = [float(value) for value in self.trainer.progress_bar_metrics.values()]
+        self.seen = [*(self.seen or []), bar]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         ids, labels = batch
@@ -46,6 +55,7 @@ class LogsAll(TinyModule):
         options = {"on_step": False, "on_epoch": True}
         self.log("hits", (logits.argmax(-1) == labels).sum(), reduce_fx="sum", **options)
         self.log("highest", logits.max(), reduce_fx="max", **options)
+        self.log("synced", loss, sync_dist=True)
         self.log("of samples", logits.square().mean(), batch_size=len(ids))
 
 
@@ -63,7 +73,7 @@ class Summed(TinyModule):
 
 @pytest.mark.dist
 def test_what_steps_log_is_what_one_device_logs(pool: ProcessPool) -> None:
-    check(pool, [LogsAll, Summed], STAGES, COPIES)
+    check(pool, [LogsAll, Summed], STAGES, UNEQUAL)
     # Micro-batches without targets count nothing; without any, what is logged still is there.
     for num_empty in (2, ROWS):
         check(pool, [LogsAll], STAGES, COPIES, num_empty=num_empty)

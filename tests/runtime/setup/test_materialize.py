@@ -17,8 +17,8 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.materialize import materialize
 from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
+from tests.plans import pipeline, plan_of, stage
 from tests.runtime.huggingface_runs import CONFIGS, auto_class, make_model
-from tests.runtime.runs import pipeline, plan_of, stage
 from tests.toy import GPT
 
 ALONE = plan_of(pipeline(stage(0, 0, 4)))

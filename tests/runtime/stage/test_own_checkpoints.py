@@ -8,18 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.case_modules import RowsModule
-from tests.runtime.runs import (
-    SEED,
-    Case,
-    Outcome,
-    assert_same_training,
-    fit,
-    pipeline,
-    plan_of,
-    stage,
-)
+from tests.runtime.runs import SEED, Case, Outcome, assert_same_training, fit
 
 pytestmark = pytest.mark.dist
 

@@ -19,19 +19,9 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import LayerOptions, Recomputation
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import (
-    MODULES,
-    SEED,
-    Case,
-    Outcome,
-    assert_same_training,
-    fit,
-    pipeline,
-    plan_of,
-    stage,
-    train,
-)
+from tests.runtime.runs import MODULES, SEED, Case, Outcome, assert_same_training, fit, train
 from tests.toy import CONTEXT, GPT, VOCABULARY
 
 needs_compiler = pytest.mark.skipif(
@@ -66,15 +56,14 @@ def test_layers_that_the_model_checkpoints_itself_run_again_once(
         block.norm1.register_forward_hook(lambda *_, index=index: calls.append(index))
     parts = [model.blocks[i : i + num_together] for i in range(0, 4, num_together)]
 
-    def step() -> Tensor:
+    def step(_: None) -> Tensor:
         hidden = torch.ones(2, CONTEXT, 16, requires_grad=True)
         for part in parts:
             hidden = checkpoint(nn.Sequential(*part), hidden, use_reentrant=False)
         return hidden.sum()
 
     whole = whole_pass(4, recomputation=also)
-    with boundary.forward_of(whole):
-        loss = step()
+    loss = boundary.run_step(whole, step, None)
     boundary.run_backward(whole, [loss], [torch.ones_like(loss)])
     boundary.remove()
     assert sorted(calls) == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -9,10 +9,11 @@ import torch
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.case_modules import PackedModule, PackedSamples
 from tests.runtime.recomputation_runs import refused_budget, train_counted, train_watched
-from tests.runtime.runs import Case, assert_same_bits, pipeline, plan_of, stage, train
+from tests.runtime.runs import Case, assert_same_bits, train
 
 pytestmark = pytest.mark.dist
 

@@ -33,8 +33,8 @@ def run_pass(layers: nn.ModuleList, step: Callable[[], Any], again: Recomputatio
         wait_unit=lambda index: None,
         recomputation=again,
     )
-    with counting_layers() as totals, boundary.forward_of(whole):
-        output = step()
+    with counting_layers() as totals:
+        output = boundary.run_step(whole, lambda _: step(), None)
     boundary.remove()
     del output
     return sum(totals)

@@ -14,19 +14,9 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError, StepError
+from tests.plans import COPIES, SHARDED, STAGES, UNEQUAL, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.step_cases import (
-    COPIES,
-    SHARDED,
-    STAGES,
-    UNEQUAL,
-    Make,
-    Rows,
-    TinyModule,
-    check,
-    refused,
-)
+from tests.runtime.step_cases import Make, Rows, TinyModule, check, refused
 from tests.runtime.steps import hook_modules as hooks
 from tests.toy import quiet
 

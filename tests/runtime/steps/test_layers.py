@@ -5,18 +5,9 @@ from typing import Any
 
 import pytest
 
+from tests.plans import COPIES, SHARDED, STAGES, THREE, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import pipeline, plan_of, stage
-from tests.runtime.step_cases import (
-    COPIES,
-    SHARDED,
-    STAGES,
-    THREE,
-    Make,
-    check,
-    fit_each,
-    refused,
-)
+from tests.runtime.step_cases import Make, check, fit_each, refused
 from tests.runtime.steps.layer_modules import (
     Catches,
     Free,

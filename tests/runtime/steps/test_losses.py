@@ -8,13 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.plans import ALONE, COPIES, STAGES
 from tests.processes import ProcessPool
 from tests.runtime.step_cases import (
-    ALONE,
-    COPIES,
     PLANS,
     ROWS,
-    STAGES,
     Make,
     TinyModule,
     check,

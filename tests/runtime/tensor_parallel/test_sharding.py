@@ -14,16 +14,9 @@ from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.stage.recomputation import LayerCall
 from lightning_hetero.runtime.stage.side_tensors import refuse_pieces
 from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts
+from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import (
-    Case,
-    check,
-    pipeline,
-    plan_of,
-    refusal,
-    stage,
-    train,
-)
+from tests.runtime.runs import Case, check, refusal, train
 from tests.runtime.test_parity import recomputation
 from tests.runtime.toy_lm import TOY_PLAN, ToyLM
 

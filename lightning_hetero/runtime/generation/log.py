@@ -1,0 +1,182 @@
+"""The log of a run's members, from which each process reads who is in the run, and who is gone.
+
+The log is in the run's store, one list of entries for each generation that forms. An entry is a
+kind, a member's number and a value:
+
+- `here` `[node, calls]`: the member is ready for the next generation; if it is the first one, it
+  decides whether joiners are called for it,
+- `gone` `reason`: it is gone for good,
+- `asking` `facts`: it is a joiner, and this is what it runs,
+- `admitted`, `refused` `why`: the answer to a joiner,
+- `formed`: the members that are here and not gone are the next generation, which ends the list,
+- `ended`: the run has trained to its end.
+
+The store appends in one order for all, and a state is a pure function of the entries. So all
+processes agree without a leader: the first entry of a kind counts for each member, and entries
+behind the first `formed` don't count.
+"""
+
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from torch.distributed.distributed_c10d import Store
+
+from lightning_hetero.runtime.ranks.heartbeat import NEWS
+
+__all__ = ["Generation", "Log", "Member", "State"]
+
+
+class Member(NamedTuple):
+    """One process of a run."""
+
+    number: int
+    """Its number in the whole run, which no other member ever gets."""
+    node: str
+    """Name of its node."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """Members that train together."""
+
+    number: int
+    members: tuple[Member, ...]
+    """The members, by rank."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self.members)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """The members' numbers, by rank."""
+        return tuple(member.number for member in self.members)
+
+    def rank_of(self, number: int) -> int | None:
+        """Return a member's rank; None if it isn't in this generation."""
+        return next((r for r, item in enumerate(self.members) if item.number == number), None)
+
+    def local_rank_of(self, global_rank: int) -> int:
+        """Return the place of a rank among those of its node."""
+        node = self.members[global_rank].node
+        return sum(item.node == node for item in self.members[:global_rank])
+
+    def without(self, other: "Generation") -> tuple[int, ...]:
+        """Return the ranks of this generation whose members aren't in the other one."""
+        return tuple(r for r, n in enumerate(self.numbers) if n not in other.numbers)
+
+    def joiners_since(self, old: "Generation") -> tuple[int, ...]:
+        """Return the numbers of the members that weren't in the old generation."""
+        return tuple(n for n in self.numbers if n not in old.numbers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What the log says; see the module's docstring for the kinds of entries."""
+
+    generation: Generation | None = None
+    """The newest generation; None before the first one has formed."""
+    first: tuple[Member, ...] = ()
+    """The members of the first generation."""
+    called: tuple[int, ...] = ()
+    """The joiners that are called for the next generation."""
+    here: Mapping[int, Any] = field(default_factory=dict)
+    gone: Mapping[int, str] = field(default_factory=dict)
+    asking: Mapping[int, Any] = field(default_factory=dict)
+    """Without those that were in a generation since."""
+    admitted: Mapping[int, str] = field(default_factory=dict)
+    refused: Mapping[int, str] = field(default_factory=dict)
+    ended: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def coming(self) -> int:
+        """Number of the next generation."""
+        return 0 if self.generation is None else self.generation.number + 1
+
+    @property
+    def waiting(self) -> tuple[int, ...]:
+        """The admitted joiners that wait to be called."""
+        out = self.gone.keys() | self.refused.keys()
+        return tuple(sorted((self.admitted.keys() & self.asking.keys()) - out))
+
+    @property
+    def is_anybody_left(self) -> bool:
+        """Whether any member of the newest generation isn't gone."""
+        return self.generation is not None and not self.gone.keys() >= {*self.generation.numbers}
+
+    def loses_store(self, leaving: Collection[int]) -> bool:
+        """Whether the store is lost if some ranks leave: with member 0, or its node's last one."""
+        assert self.generation is not None
+        first, members = self.first[0], self.generation.members
+        there = {rank for rank, member in enumerate(members) if member.node == first.node}
+        is_left = there.difference(leaving)
+        return bool(there) and (not is_left or self.generation.rank_of(first.number) in leaving)
+
+    def after(self, entries: Iterable[Any]) -> "State":
+        """Return the state after the list of entries that follows, up to its first `formed`."""
+        notes: dict[str, Any] = {
+            kind: dict(getattr(self, kind))
+            for kind in ("here", "gone", "asking", "admitted", "refused", "ended")
+        }
+        called = self.called
+        for kind, number, value in entries:
+            if kind == "formed":
+                return self._formed(notes)
+            if kind == "here" and not notes["here"] and self.generation is not None and value[1]:
+                called = replace(self, **notes).waiting
+            notes[kind].setdefault(number, value)
+        return replace(self, called=called, **notes)
+
+    def _formed(self, notes: dict[str, Any]) -> "State":
+        """Members keep their order; joiners follow by their numbers."""
+        here, old = notes.pop("here"), {} if self.generation is None else self.generation.numbers
+        ranks = {number: rank for rank, number in enumerate(old)}
+        numbers = here.keys() - notes["gone"].keys()
+        ordered = sorted(numbers, key=lambda number: (ranks.get(number, math.inf), number))
+        members = tuple(Member(number, here[number][0]) for number in ordered)
+        notes["asking"] = {n: facts for n, facts in notes["asking"].items() if n not in numbers}
+        formed = Generation(number=self.coming, members=members)
+        return State(generation=formed, first=self.first or members, **notes)
+
+
+class Log:
+    """Reads and extends the log; threads may share one.
+
+    Args:
+        store: The membership's store.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._base = State()
+        """The state at the beginning of the newest list."""
+
+    def read(self) -> State:
+        """Return the newest state; two calls of the store unless generations have formed."""
+        base = self._base
+        while (state := base.after(self._entries(base.coming))).coming != base.coming:
+            base = state
+        self._base = base
+        return state
+
+    def _entries(self, number: int) -> list[Any]:
+        key = f"log/{number}"
+        text = self._store.get(key).decode() if self._store.check([key]) else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def append(self, coming: int, kind: str, member: int, value: object = "") -> None:
+        """Append an entry that matters only for the generation `coming`."""
+        line = json.dumps([kind, member, value])
+        self._store.append(f"log/{coming}", line + "\n")  # type: ignore[attr-defined]
+
+    def note(self, kind: str, member: int, value: object = "") -> State:
+        """Append an entry, unless there is one of its kind for its member; return the state."""
+        while member not in getattr(state := self.read(), kind):
+            # If a generation forms at this moment, the entry doesn't count, and is repeated.
+            self.append(state.coming, kind, member, value)
+            self._store.add(NEWS, 1)
+        return state
