@@ -43,8 +43,8 @@ _PLACED = 24
 """Number of mixes, the fastest by their columns' times, that are placed and simulated."""
 _IMPROVED = 12
 """How many of the fastest placed plans the last local search begins from."""
-_WORK = 10_000
-"""Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
+_WORK = 6_000
+"""Budget of the last local search: stages simulated plus plans estimated, about 1 s."""
 _NUMBERS, _ALIKE = 4, 4
 """Number of numbers of pipelines that get a local search of their own; and its starting plans."""
 _SIZES_KEPT = 3
