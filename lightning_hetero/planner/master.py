@@ -309,7 +309,7 @@ class Master:
             counts[self.shift(column, share)] += number
         if counts == dict(mix.columns):
             return mix
-        self.add(counts)
+        self.add(list(counts))
         pool = Pool.of({column: self.pool[column] for column in counts})
         numbers = np.array(list(counts.values()))
         return Mix(tuple(counts.items()), pool.finish_s(numbers, self.total))
