@@ -97,9 +97,13 @@ def parse_arguments() -> argparse.Namespace:
         help="how many times slower each emulated device is (default: 2 2 4 4)",
     )
     parser.add_argument("--store", help="folder or URL for checkpoints (default: in --out)")
-    parser.add_argument("--endpoint-url", help="of an S3-compatible store that isn't Amazon's")
-    parser.add_argument("--out", type=Path, default=Path("outputs/composed"))
-    parser.add_argument("--reverse", action="store_true", help="hand the callbacks over reversed")
+    parser.add_argument(
+        "--endpoint-url", help="address of an S3-compatible store that isn't Amazon's"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/composed"), help="folder for files"
+    )
+    parser.add_argument("--reverse", action="store_true", help="pass the callbacks in reverse")
     return parser.parse_args()
 
 

@@ -49,13 +49,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=300, help="optimizer steps in all")
     parser.add_argument(
-        "--out", default="outputs/elastic/remote", help="folder or URL all nodes reach"
+        "--out", default="outputs/elastic/remote", help="folder or URL that all nodes reach"
     )
     parser.add_argument("--disk", type=Path, help="folder on this node's own disk")
-    parser.add_argument("--in-place", action="store_true", help="lose ranks, restart nobody else")
-    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--in-place", action="store_true", help="go on without lost ranks")
+    parser.add_argument("--hidden", type=int, default=64, help="width of the model")
     parser.add_argument("--batch", type=int, default=8, help="samples of a rank in an iteration")
     parser.add_argument("--pace", type=float, default=0.0, help="seconds to wait before each step")
     arguments = parser.parse_args()

@@ -264,7 +264,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("outputs/long_run"))
     parser.add_argument(
-        "--first-callback", default="", help='of every node, made by "module:function"'
+        "--first-callback", default="", help='first callback on each node, "module:function"'
     )
     arguments = parser.parse_args()
     out = prepare_folder(arguments.out)

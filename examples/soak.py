@@ -127,10 +127,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("faults", type=int, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="of the faults and their moments")
-    parser.add_argument("--out", type=Path, default=Path("outputs/soak"))
-    parser.add_argument("--timeout", type=float, default=6.0, help="of the strategy, seconds")
+    parser.add_argument("faults", type=int, help="number of faults")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed that decides which faults come, and when"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("outputs/soak"), help="folder for all files"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=6.0, help="seconds that a rank waits for another"
+    )
     arguments = parser.parse_args()
     # So that the nodes end with this process, too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to go"))

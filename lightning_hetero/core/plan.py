@@ -8,6 +8,7 @@ structure (§III), Hydraulis a heterogeneous strategy S (§5).
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -166,7 +167,7 @@ class ParallelPlan:
     the strategy."""
     host_owners: tuple[int, ...] = ()
     """Global ranks that keep their own slices in host memory and run the optimizer step there."""
-    _places: Mapping[int, RankPlace] = field(init=False, repr=False, compare=False)
+    _ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.pipelines:
@@ -179,8 +180,10 @@ class ParallelPlan:
             )
         if all(pipeline.num_microbatches == 0 for pipeline in self.pipelines):
             raise PlanError("Every pipeline has num_microbatches 0; at least one must have work.")
-        places = find_places([[s.ranks for s in item.stages] for item in self.pipelines])
-        object.__setattr__(self, "_places", places)
+        ranks = sorted(rank for pipeline in self.pipelines for rank in pipeline.ranks)
+        object.__setattr__(self, "_ranks", tuple(ranks))
+        if len(set(ranks)) < len(ranks):
+            find_places([[stage.ranks for stage in item.stages] for item in self.pipelines])
         check_owners(self.owner_shares, self.host_owners, self.ranks[-1])
 
     @property
@@ -207,7 +210,12 @@ class ParallelPlan:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Global ranks that compute, ascending."""
-        return tuple(sorted(self._places))
+        return self._ranks
+
+    @cached_property
+    def _places(self) -> Mapping[int, RankPlace]:
+        """Found when first asked for: a search makes thousands of plans and needs few."""
+        return find_places([[stage.ranks for stage in item.stages] for item in self.pipelines])
 
     def place(self, global_rank: int) -> RankPlace | None:
         """Return a rank's place, or None if it is idle under this plan."""

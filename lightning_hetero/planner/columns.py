@@ -8,21 +8,20 @@ pipelines, since each rank exchanges (D - 1)/D of what it holds, and on what is 
 
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.plan import StagePlan
-from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.pace import Pace, finish_s
+from lightning_hetero.planner.pace import Pace, balance_layers, finish_s
 from lightning_hetero.planner.placement import MappingOrder, Option
 from lightning_hetero.planner.stages import ENDS, Ownership, Stages
 
-__all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Rate"]
+__all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Pool", "Rate"]
 
 FEW_MICROBATCHES = 4
 """Number of micro-batches of a pipeline up to which each of them is timed."""
@@ -66,6 +65,37 @@ class _Places(NamedTuple):
     """Latency of an exchange with other pipelines."""
     byte_s: FloatArray
     """Seconds in which a byte of a holder's shard is exchanged."""
+
+
+class Pool(NamedTuple):
+    """Columns and their rates, as arrays of as many."""
+
+    columns: list[Column]
+    slope_s: FloatArray
+    """Seconds of a sequence."""
+    fill_s: FloatArray
+    uses: FloatArray
+    """[columns, rows]"""
+    room: FloatArray
+
+    @classmethod
+    def of(cls, rates: Mapping[Column, Rate]) -> Self:
+        """Return some columns as arrays."""
+        rows = [
+            (rate.slope_s / column.size, rate.fill_s, rate.room) for column, rate in rates.items()
+        ]
+        slope_s, fill_s, room = np.array(rows).T
+        return cls(list(rates), slope_s, fill_s, np.stack([r.uses for r in rates.values()]), room)
+
+    def value(self, time_s: float) -> FloatArray:
+        """Return the sequences that pipelines finish in a time."""
+        found: FloatArray = (time_s - self.fill_s) / self.slope_s
+        return found
+
+    def finish_s(self, x: FloatArray | IntArray, total: int) -> float:
+        """Return when pipelines, x of each column, have finished all sequences; 0 for none."""
+        per_s = float(x @ (1 / self.slope_s))
+        return float((total + x @ (self.fill_s / self.slope_s)) / per_s) if per_s > 0 else 0.0
 
 
 class ColumnTimes:

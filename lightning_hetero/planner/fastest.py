@@ -5,19 +5,25 @@ get worse, and then around the best one. For the second order of placement, and 
 room, masters are solved only if that makes a difference for the best number.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.columns import Column
 from lightning_hetero.planner.improve import Improver
 from lightning_hetero.planner.judge import Candidate, Judge, Pipeline
 from lightning_hetero.planner.master import Master, Mix
 from lightning_hetero.planner.pace import deal
-from lightning_hetero.planner.placement import MappingOrder, Option, place, share_nodes
+from lightning_hetero.planner.placement import (
+    MappingOrder,
+    Option,
+    place,
+    share_nodes,
+    without_chunks,
+)
 from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
 from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
@@ -36,9 +42,9 @@ _SHIFTED = 6
 _PLACED = 24
 """Number of mixes, the fastest by their columns' times, that are placed and simulated."""
 _IMPROVED = 12
-"""Number of the fastest placed plans from which the last local search begins."""
-_WORK = 5_000
-"""Budget of the last local search: stages simulated plus plans estimated, about 2 s."""
+"""How many of the fastest placed plans the last local search begins from."""
+_WORK = 6_000
+"""Budget of the last local search: stages simulated plus plans estimated, about 1 s."""
 _NUMBERS, _ALIKE = 4, 4
 """Number of numbers of pipelines that get a local search of their own; and its starting plans."""
 _SIZES_KEPT = 3
@@ -47,7 +53,9 @@ _FAR, _FAR_IN_A_ROW = 1.25, 2
 """More pipelines aren't tried after this many numbers in a row whose T was this multiple of the
 best."""
 _FINE = 0.03
-"""Numbers of pipelines that differ from the best one by less than this share aren't tried."""
+"""Numbers of pipelines closer to the best one than this share are not tried."""
+_HALVINGS = 3
+"""How often the numbers halfway between the best one and those next to it are tried."""
 _SAME_ORDER = 3e-3
 """Least share by which T must differ for masters of the second order of placement to be solved."""
 
@@ -115,7 +123,7 @@ class FastestPlans:
             alike.setdefault(len(item), []).append(item)
         found = []
         for starts in list(alike.values())[:_NUMBERS]:
-            found.append(Improver(self.judge, most_work // 4).improve(starts[:_ALIKE]))
+            found.append(Improver(self.judge, most_work // 8).improve(starts[:_ALIKE]))
         best = [item for item in found if item is not None]
         best.sort(key=self.judge.seconds)
         last = Improver(self.judge, most_work).improve([*best, *begin])
@@ -143,69 +151,53 @@ class FastestPlans:
         total = self.any_stages.workload.global_batch_size // min(sizes)
         top = min(total, sum(self.any_stages.devices.values()))
         near, far = MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER
-        numbers = self._scan(lambda n: self._solve(Ownership(n), near), _numbers(top))
-        times = {owner.num_pipelines: master.time_s for (owner, _), master in self.solved.items()}
+        numbers = _numbers(top)
+        times = self._scan(lambda n: self._solve(Ownership(n), near), numbers)
         best = min(times, key=times.__getitem__)
         other = self._solve(Ownership(best), far)
         if not abs(other / times[best] - 1) < _SAME_ORDER:
-            self._descend(lambda n: self._solve(Ownership(n), far), numbers, best)
+            for number, seconds in times.items():
+                if seconds <= times[best] * _NEAR:
+                    self._solve(Ownership(number), far)
         if self.judge.cost.layout.is_owned_by_room:
-            self._follow_room(numbers, best)
+            self._follow_room(times, numbers[max(0, bisect_left(numbers, best) - 1) :])
         return min(master.time_s for master in self.solved.values())
 
-    def _follow_room(self, numbers: Sequence[int], best: int) -> None:
-        """Solve masters with owners by room, for the best number and those that don't fit without.
+    def _follow_room(self, times: Mapping[int, float], numbers: Sequence[int]) -> None:
+        """Solve masters with owners by room for the best number, and for more than fit otherwise.
 
-        If that helps, also for the numbers next to it.
+        If they gain something there, for other numbers, too.
         """
 
         def solve(number: int) -> float:
             return self._solve(Ownership(number, by_room=True), MappingOrder.STAGES_TOGETHER)
 
-        least_s = min(master.time_s for master in self.solved.values())
-        lacking = {o.num_pipelines for (o, _), m in self.solved.items() if m.time_s == np.inf}
-        near = [best, *sorted(number for number in lacking if number > best)[:1]]
-        if least_s < np.inf and min(map(solve, near)) > least_s * (1 - _SAME_ORDER):
-            return
-        self._descend(solve, sorted({*numbers, *near}), min(near, key=solve))
-        rooms = {o: master.time_s for (o, _), master in self.solved.items() if o.by_room}
-        self._solve(min(rooms, key=rooms.__getitem__), MappingOrder.PIPELINES_TOGETHER)
+        least_s = min(times.values())
+        lacking = [n for n in numbers if times.get(n) == np.inf]
+        near = [min(times, key=times.__getitem__), *lacking[:1]]
+        if least_s == np.inf or min(map(solve, near)) <= least_s * (1 - _SAME_ORDER):
+            rooms = self._scan(solve, numbers)
+            best = Ownership(min(rooms, key=rooms.__getitem__), by_room=True)
+            self._solve(best, MappingOrder.PIPELINES_TOGETHER)
 
-    def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> list[int]:
-        """Try numbers of pipelines in order, until they get worse, and those around the best."""
+    def _scan(self, solve: Callable[[int], float], numbers: Sequence[int]) -> dict[int, float]:
+        """Try numbers of pipelines in order, until more are worse, and those around the best."""
         known: dict[int, float] = {}
         for number in numbers:
             known[number] = solve(number)
-            best = min(known.values())
-            worse = [seconds > _FAR * best for seconds in known.values()]
-            if len(worse) > _FAR_IN_A_ROW and all(worse[-_FAR_IN_A_ROW:]) and best < np.inf:
+            last = list(known.values())[-_FAR_IN_A_ROW - 1 :]
+            if len(last) > _FAR_IN_A_ROW and min(last[1:]) > _FAR * min(known.values()):
                 break
-        self._refine(solve, known)
-        return sorted(known)
-
-    def _descend(self, solve: Callable[[int], float], numbers: Sequence[int], start: int) -> None:
-        """Try the numbers on both sides of one as long as they are better, and those between."""
-        known = {start: solve(start)}
-        place = numbers.index(start)
-        for side in (numbers[place + 1 :], numbers[:place][::-1]):
-            for number in side:
-                known[number] = solve(number)
-                if known[number] > min(known.values()):
-                    break
-        self._refine(solve, known)
-
-    def _refine(self, solve: Callable[[int], float], known: dict[int, float]) -> None:
-        """Try numbers halfway between the best one and those next to it."""
-        for _ in range(3):
+        for _ in range(_HALVINGS):
             ordered = sorted(known)
-            place = ordered.index(min(known, key=lambda n: (known[n], n)))
-            best_number = ordered[place]
-            near = ordered[max(0, place - 1) : place + 2]
-            new = {(n + best_number) // 2 for n in near} - known.keys()
-            if not new or max(abs(n - best_number) for n in new) < _FINE * best_number:
+            best = min(known, key=lambda n: (known[n], n))
+            place = ordered.index(best)
+            new = {(n + best) // 2 for n in ordered[max(0, place - 1) : place + 2]} - known.keys()
+            if all(abs(n - best) < _FINE * best for n in new):
                 break
             for number in sorted(new):
                 known[number] = solve(number)
+        return known
 
     def _solve(self, ownership: Ownership, order: MappingOrder) -> float:
         """Return the least T of a master, solved once, with the best columns of those before."""
@@ -255,25 +247,16 @@ class FastestPlans:
     def _candidate(self, master: Master, mix: Mix, order: MappingOrder) -> Candidate | None:
         """Return a mix on nodes; if they have no room for it, with narrower stages."""
         columns = [column for column, number in mix.columns for _ in range(number)]
-        kinds, counts = self.any_stages.class_of_node, self.any_stages.counts
-        arrangement = place([column.options for column in columns], kinds, counts, order)
+        nodes = self.any_stages.class_of_node, self.any_stages.counts
+        arrangement = place([column.options for column in columns], *nodes, order)
         for _ in range(_NARROWED):
-            if arrangement is not None:
-                break
-            narrow = sorted(self._narrower(master, columns), key=lambda pair: pair[0])
-            if not narrow:
-                return None
-            placed = (
-                (place([c.options for c in row], kinds, counts, order), row) for _, row in narrow
-            )
-            fitting = ((found, row) for found, row in placed if found is not None)
-            arrangement, columns = next(fitting, (None, narrow[0][1]))
+            if arrangement is None:
+                columns = self._narrowed(master, columns)
+                arrangement = place([column.options for column in columns], *nodes, order)
         if arrangement is None:
             return None
-        columns = [
-            column._replace(inside=share_nodes(stages))
-            for column, stages in zip(columns, arrangement, strict=True)
-        ]
+        pairs = zip(columns, arrangement, strict=True)
+        columns = [column._replace(inside=share_nodes(stages)) for column, stages in pairs]
         rates = [master.times[column.size].rate(column) for column in columns]
         known = [rate for rate in rates if rate is not None]
         sizes = [column.size for column in columns]
@@ -284,25 +267,26 @@ class FastestPlans:
         rows = zip(arrangement, columns, dealt, strict=True)
         return tuple([Pipeline(stages, c.layers, c.size, count) for stages, c, count in rows])
 
-    def _narrower(
-        self, master: Master, columns: list[Column]
-    ) -> Iterator[tuple[float, list[Column]]]:
-        """Yield columns of which one has a stage of the next lower degree, and a slope to rank."""
-        degrees = self.task.tp_degrees
+    def _narrowed(self, master: Master, columns: list[Column]) -> list[Column]:
+        """Return columns of which a stage has the next lower degree, the one that loses least."""
+        found = []
         for column in dict.fromkeys(columns):
-            times, index = master.times[column.size], columns.index(column)
+            times = master.times[column.size]
+            before = times.rate(column)
+            assert before is not None, "columns of a mix fit"
             for stage, (kind, degree) in enumerate(column.options):
-                lower = max((d for d in degrees if d < degree), default=0)
-                options = list(column.options)
-                options[stage] = Option(kind, lower)
-                layers = times.balance(tuple(options)) if lower else None
-                item = column._replace(options=tuple(options), layers=layers or ())
-                rate = times.rate(item) if layers else None
+                lower = max((d for d in self.task.tp_degrees if d < degree), default=degree)
+                narrow = Option(kind, lower)
+                options = (*column.options[:stage], narrow, *column.options[stage + 1 :])
+                layers = times.balance(options)
+                item = column._replace(options=options, layers=layers or ())
+                rate = times.rate(item) if layers and lower < degree else None
                 if rate is not None:
-                    lost = rate.slope_s / (
-                        before.slope_s if (before := times.rate(column)) else 1.0
-                    )
-                    yield lost, [*columns[:index], item, *columns[index + 1 :]]
+                    found.append((rate.slope_s / before.slope_s, columns.index(column), item))
+        if not found:
+            return columns
+        _, index, item = min(found)
+        return [*columns[:index], item, *columns[index + 1 :]]
 
     def _candidate_of(self, start: ParallelPlan) -> Candidate | None:
         """Return the running plan as a candidate; None if these nodes can't run it."""

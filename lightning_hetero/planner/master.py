@@ -14,14 +14,16 @@ least reduced cost; pipelines that run few micro-batches are valued by whole one
 """
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
-from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Rate
+from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Pool, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
 from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
@@ -39,6 +41,10 @@ _LACKING = 30.0
 """Penalty for lacking all room to own, in iterations: more than any pipeline is worth."""
 _ROUNDING = 1e-7
 """Share of all parameters that may lack room by rounding."""
+_NEWTON_STEPS, _WHOLE_STEPS = 8, 3
+"""Most Newton steps, with fractions and with whole numbers; they end after 2 to 4."""
+_FINE = 4e-3
+"""Share of T to which whole micro-batches are searched for."""
 _CLOSE = 2e-4
 """Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
 _PROMISING = 80
@@ -67,6 +73,23 @@ class Mix:
     """Seconds of an iteration, by slopes and fills."""
 
 
+class _Solved(NamedTuple):
+    """A solution of the linear programme."""
+
+    pool: Pool
+    x: FloatArray
+    """How often columns run."""
+    duals: Duals
+    time_s: float
+
+    def likeliest(self, number: int) -> IntArray:
+        """Return the columns that run, and others of least reduced cost, as indices."""
+        pool, duals = self.pool, self.duals
+        needs = pool.uses @ duals.rows + duals.pipeline - duals.room * pool.room
+        loss = needs - pool.value(self.time_s) - 1e9 * (self.x > 1e-9)
+        return np.argsort(loss, kind="stable")[:number]
+
+
 class Master:
     """The programme of one number of pipelines, ownership and order of placement."""
 
@@ -79,8 +102,7 @@ class Master:
         self.pool: dict[Column, Rate] = {}
         self.time_s = np.inf
         self.is_lacking = False
-        self.floor = np.zeros(len(self.stages.rows))
-        self._last: tuple[list[Column], FloatArray, Duals] | None = None
+        self._last: _Solved | None = None
         self.shift = cache(self._shifted)
         self._prepare_room()
 
@@ -142,7 +164,7 @@ class Master:
         return self.time_s
 
     def _price(self, time_s: float, duals: Duals, least: float) -> list[tuple[float, Column]]:
-        found = [pair for p in self.pricing for pair in p.columns(time_s, duals, least, self.floor)]
+        found = [pair for p in self.pricing for pair in p.columns(time_s, duals, least)]
         return sorted(found, key=lambda pair: -pair[0])
 
     def _guess(self) -> tuple[float, Duals]:
@@ -163,8 +185,7 @@ class Master:
             speed[kind] * time_s / stages.num_layers * degree for kind, degree, _ in stages.rows
         ]
         of_devices = [degree == 1 for _, degree, _ in stages.rows]
-        self.floor = np.array(rows)
-        return time_s, Duals(rows=np.where(of_devices, self.floor, 0.0))
+        return time_s, Duals(rows=np.where(of_devices, rows, 0.0))
 
     def _begin(self) -> None:
         """Fill the pool with even columns, and those for guessed prices."""
@@ -183,48 +204,36 @@ class Master:
                 pricing.is_wide = False
 
     def _newton(self) -> Duals | None:
-        """Decrease T to where the pool's columns just finish; return the duals there."""
-        columns = list(self.pool)
-        rates = [self.pool[column] for column in columns]
-        slope = _slopes(columns, rates)
-        fill = np.array([rate.fill_s for rate in rates])
-        duals = None
-        for _ in range(8):
-            value = (self.time_s - fill) / slope
-            solution = self._programme(rates, value).minimize()
+        """Step T down to where the pool's columns just finish; return the duals there."""
+        pool, duals = Pool.of(self.pool), None
+        for _ in range(_NEWTON_STEPS):
+            solution = self._programme(pool, pool.value(self.time_s)).minimize()
             if not len(solution.values):
-                return duals
-            x = solution.values[: len(columns)]
-            self.is_lacking = bool((solution.values[len(columns) :] > _ROUNDING).any())
-            duals = self._duals(solution)
-            per_s = float(x @ (1 / slope))
-            if per_s <= 0:
-                return duals
-            finish_s = float((self.total + x @ (fill / slope)) / per_s)
-            done = finish_s > self.time_s * (1 - _CLOSE)
-            self._last = columns, x, duals
-            if done and finish_s < self.time_s * (1 + _CLOSE):
-                self.time_s = finish_s
-                return duals
+                break
+            x = solution.values[: len(pool.columns)]
+            self.is_lacking = bool((solution.values[len(x) :] > _ROUNDING).any())
+            duals, before_s = self._duals(solution), self.time_s
+            finish_s = pool.finish_s(x, self.total)
+            if not finish_s:
+                break
             self.time_s = finish_s
+            self._last = _Solved(pool, x, duals, finish_s)
+            if abs(finish_s / before_s - 1) < _CLOSE:
+                break
         return duals
 
     def _programme(
-        self,
-        rates: Sequence[Rate],
-        value: FloatArray,
-        whole_up_to: FloatArray | None = None,
+        self, pool: Pool, value: FloatArray, whole_up_to: FloatArray | None = None
     ) -> LinearProgram:
         program = LinearProgram()
-        upper = np.full(len(rates), np.inf) if whole_up_to is None else whole_up_to
+        upper = np.full(len(value), np.inf) if whole_up_to is None else whole_up_to
         x = program.add_variables(upper=upper, cost=-value, integral=whole_up_to is not None)
-        uses = np.stack([rate.uses for rate in rates])
-        for column, limit in zip(uses.T, self.stages.limits, strict=True):
+        for column, limit in zip(pool.uses.T, self.stages.limits, strict=True):
             program.add_row(x, column, upper=limit)
         program.add_row(x, 1.0, upper=self.most)
         if self.by_room:
             unit = self.stages.cost.model.num_params
-            room = np.array([rate.room for rate in rates]) - uses @ self.idle_room
+            room = pool.room - pool.uses @ self.idle_room
             # Room that is lacking costs more than any pipeline is worth.
             lacking = program.add_variables(upper=np.inf, cost=_LACKING * self.total)
             if whole_up_to is None:
@@ -246,48 +255,29 @@ class Master:
         """Return the columns that run in the last solution, and how often."""
         if self._last is None:
             return []
-        columns, x, _ = self._last
+        columns, x = self._last.pool.columns, self._last.x
         return [(columns[i], float(x[i])) for i in np.flatnonzero(x > 1e-9).tolist()]
 
-    def promising(self) -> list[Column]:
+    def promising(self, number: int = _PROMISING) -> list[Column]:
         """Return the columns that a master like this one begins with: of least reduced cost."""
         if self._last is None:
-            return list(self.pool)[:_PROMISING]
-        columns, x, duals = self._last
-        loss = self._reduced_cost(columns, duals) - 1e9 * (x > 1e-9)
-        return [columns[i] for i in np.argsort(loss, kind="stable")[:_PROMISING].tolist()]
-
-    def _reduced_cost(self, columns: Sequence[Column], duals: Duals) -> FloatArray:
-        """Return by how much columns cost more than they are worth, in sequences."""
-        rates = [self.pool[column] for column in columns]
-        uses = np.stack([rate.uses for rate in rates])
-        fill = np.array([rate.fill_s for rate in rates])
-        room = np.array([rate.room for rate in rates])
-        cost: FloatArray = uses @ duals.rows + duals.pipeline - duals.room * room
-        return cost - (self.time_s - fill) / _slopes(columns, rates)
+            return list(self.pool)[:number]
+        return [self._last.pool.columns[i] for i in self._last.likeliest(number).tolist()]
 
     def mixes(self) -> list[Mix]:
         """Return whole numbers of pipelines, from the best columns of the last `solve`."""
         if self._last is None:
             return []
-        columns, x, duals = self._last
-        rates = [self.pool[column] for column in columns]
-        fill = np.array([rate.fill_s for rate in rates])
-        value = (self.time_s - fill) / _slopes(columns, rates)
-        loss = self._reduced_cost(columns, duals) - 1e9 * (x > 1e-9)
-        order = np.argsort(loss, kind="stable")[:_WHOLE]
-        chosen = order[value[order] > 0.5]
-        if not len(chosen):
-            return []
-        kept = [columns[i] for i in chosen.tolist()]
-        found = self._whole(kept, [rates[i] for i in chosen.tolist()])
-        found += self._alike(kept, [rates[i] for i in chosen.tolist()])
+        rates = {column: self.pool[column] for column in self.promising(_WHOLE)}
+        kept = Pool.of(rates).value(self.time_s) > 0.5
+        rates = dict(itertools.compress(rates.items(), kept))
+        found = [*self._whole(Pool.of(rates)), *self._alike(rates)] if rates else []
         return list({mix.columns: mix for mix in found}.values())
 
-    def _alike(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
-        """Return the best mixes of one column, whose exchange is the simplest."""
+    def _alike(self, rates: Mapping[Column, Rate]) -> list[Mix]:
+        """Return the best mixes of one column: their exchange is the simplest."""
         found = []
-        for column, rate in zip(columns, rates, strict=True):
+        for column, rate in rates.items():
             used = rate.uses > 0
             number = min(self.most, int((self.stages.limits[used] // rate.uses[used]).min()))
             if number and not (self.by_room and number * rate.room < self.needed_room):
@@ -298,7 +288,7 @@ class Master:
     def shift_best(self) -> None:
         """Add the columns that run with layers moved between stages, and solve again."""
         number = max(1.0, sum(count for _, count in self.best_columns()))
-        best = self.promising()[:_SHIFTED]
+        best = self.promising(_SHIFTED)
         shifted = []
         for column in best:
             share = self.total / (column.size * number)
@@ -314,14 +304,15 @@ class Master:
         Balanced stages aren't the best ones if fills are long or links slow.
         """
         share = self.total / sum(n * column.size for column, n in mix.columns)
-        pairs = [(self.shift(column, share), n) for column, n in mix.columns]
-        if [column for column, _ in pairs] == [column for column, _ in mix.columns]:
+        counts: Counter[Column] = Counter()
+        for column, number in mix.columns:
+            counts[self.shift(column, share)] += number
+        if counts == dict(mix.columns):
             return mix
-        self.add([column for column, _ in pairs])
-        rates = [(self.pool[c], c.size * n) for c, n in pairs]
-        before = sum(rate.fill_s * size / rate.slope_s for rate, size in rates)
-        per_s = sum(size / rate.slope_s for rate, size in rates)
-        return Mix(tuple(pairs), (self.total + before) / per_s)
+        self.add(list(counts))
+        pool = Pool.of({column: self.pool[column] for column in counts})
+        numbers = np.array(list(counts.values()))
+        return Mix(tuple(counts.items()), pool.finish_s(numbers, self.total))
 
     def _shifted(self, column: Column, share: float) -> Column:
         """Return the column with the order of stages and the layers that end `share` soonest."""
@@ -337,46 +328,41 @@ class Master:
         ends_s = [rate.ends_s(count) if rate else np.inf for rate in times.rates(found)]
         return found[ends_s.index(min(ends_s))]
 
-    def _whole(self, columns: Sequence[Column], rates: Sequence[Rate]) -> list[Mix]:
-        slope = _slopes(columns, rates)
-        fill = np.array([rate.fill_s for rate in rates])
-        uses = np.stack([rate.uses for rate in rates])
+    def _whole(self, pool: Pool) -> list[Mix]:
+        """Return mixes that HiGHS finds, with whole micro-batches where pipelines run few."""
         with np.errstate(divide="ignore"):
-            most = np.where(uses > 0, self.stages.limits // np.maximum(uses, 1e-9), np.inf)
+            most = self.stages.limits // pool.uses
         upper = np.minimum(most.min(axis=1), self.most)
 
-        def choose(value: FloatArray) -> IntArray | None:
-            program = self._programme(rates, value, whole_up_to=upper)
+        def choose(value: FloatArray) -> IntArray:
+            program = self._programme(pool, value, whole_up_to=upper)
             solution = program.minimize(max_nodes=_NODES, gap=1e-3)
-            return solution.integers[: len(rates)] if len(solution.values) else None
+            nothing = np.zeros(len(value), dtype=np.int64)
+            return solution.integers[: len(value)] if len(solution.values) else nothing
 
         found: list[Mix] = []
         time_s = self.time_s
-        for _ in range(3):
-            x = choose(np.maximum((time_s - fill) / slope, 0.0))
-            if x is None or not x.any():
+        for _ in range(_WHOLE_STEPS):
+            x = choose(np.maximum(pool.value(time_s), 0.0))
+            if not x.any():
                 break
-            finish_s = float((self.total + x @ (fill / slope)) / (x @ (1 / slope)))
-            found.append(_mix(columns, x, finish_s))
-            if finish_s <= time_s * (1 + _CLOSE) or finish_s == time_s:
+            before_s, time_s = time_s, pool.finish_s(x, self.total)
+            found.append(_mix(pool.columns, x, time_s))
+            if time_s <= before_s * (1 + _CLOSE):
                 break
-            time_s = finish_s
-        if not found:
+        if not found or self.total > _FEW * sum(count for _, count in found[-1].columns):
             return found
-        share = self.total / sum(count for _, count in found[-1].columns)
-        if share <= _FEW:
-            sizes = np.array([column.size for column in columns])
-            low_s, high_s = self.time_s, 1.5 * max(mix.time_s for mix in found)
-            for _ in range(7):
-                middle_s = (low_s + high_s) / 2
-                value = np.maximum((middle_s - fill) / (slope * sizes) + 1e-9, 0.0) // 1 * sizes
-                x = choose(value)
-                if x is None or x @ value < self.total:
-                    low_s = middle_s
-                else:
-                    high_s = middle_s
-                    used = x * (value > 0)
-                    found.append(_mix(columns, used, middle_s))
+        sizes = np.array([column.size for column in pool.columns])
+        low_s, high_s = self.time_s, 1.5 * max(mix.time_s for mix in found)
+        while high_s > low_s * (1 + _FINE):
+            middle_s = (low_s + high_s) / 2
+            value = np.maximum(pool.value(middle_s) / sizes + 1e-9, 0.0) // 1 * sizes
+            x = choose(value)
+            if x @ value < self.total:
+                low_s = middle_s
+            else:
+                high_s = middle_s
+                found.append(_mix(pool.columns, x * (value > 0), middle_s))
         return found
 
 
@@ -388,11 +374,6 @@ def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
     )
     every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
     return list(every)
-
-
-def _slopes(columns: Sequence[Column], rates: Sequence[Rate]) -> FloatArray:
-    """Return the seconds of a sequence for each column."""
-    return np.array([r.slope_s / c.size for c, r in zip(columns, rates, strict=True)])
 
 
 def _mix(columns: Sequence[Column], x: IntArray, time_s: float) -> Mix:

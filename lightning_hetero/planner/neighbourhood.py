@@ -5,7 +5,7 @@ swapped. Changes to one of several equal pipelines are also made to all of them 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lightning_hetero.planner.judge import Candidate, Judge, Pipeline
 from lightning_hetero.planner.placement import PlacedStages, share_nodes
@@ -30,6 +30,14 @@ def _given(pipeline: Pipeline, number: int) -> Pipeline:
     return pipeline._replace(num_microbatches=pipeline.num_microbatches + number)
 
 
+def _firsts(own: Candidate) -> list[int]:
+    """Return the first of all equal pipelines, by index."""
+    found: dict[Pipeline, int] = {}
+    for index, pipeline in enumerate(own):
+        found.setdefault(pipeline, index)
+    return list(found.values())
+
+
 def _with(own: Candidate, changed: dict[int, PlacedStages]) -> Candidate:
     """Return pipelines with other stages; those without any are left out."""
     return tuple(
@@ -52,16 +60,20 @@ class Neighbourhood:
         self.judge = judge
 
     def of(self, own: Candidate) -> Iterator[Candidate]:
-        """Yield the pipelines of each neighbour; those whose layers must be chosen have none."""
-        firsts = list({pipeline: index for index, pipeline in reversed([*enumerate(own)])}.values())
-        firsts.sort()
+        """Yield the pipelines of each neighbour, those whose layers must be chosen without any."""
+        firsts = _firsts(own)
         free = list(self.judge.any_stages.counts)
         for pipeline in own:
             for node, degree in pipeline.stages:
                 free[node] -= degree
-        yield from self._layers_moved(own, firsts)
+        alike: dict[object, list[int]] = {}
+        for index, p in enumerate(own):
+            kind = self.judge.options(p.stages), share_nodes(p.stages), p.size
+            alike.setdefault(kind, []).append(index)
+        like_of = {index: like for like in alike.values() for index in like}
+        yield from self._layers_moved(own, firsts, like_of)
         for index in firsts:
-            like = self._like(own, index)
+            like = like_of[index]
             for pattern in self._patterns(own[index].stages):
                 for chosen in (like, [index]) if len(like) > 1 else (like,):
                     yield _with(own, {i: _placed(pattern, own[i].stages) for i in chosen})
@@ -78,8 +90,7 @@ class Neighbourhood:
 
         Layers stay, or are chosen again for the new numbers.
         """
-        kinds = {pipeline: index for index, pipeline in reversed([*enumerate(own)])}
-        for giver, taker in itertools.permutations(sorted(kinds.values())[:_KINDS], 2):
+        for giver, taker in itertools.permutations(_firsts(own)[:_KINDS], 2):
             if own[giver].num_microbatches > 1 and own[giver].size == own[taker].size:
                 moved = list(own)
                 moved[giver] = _given(own[giver], -1)
@@ -97,11 +108,14 @@ class Neighbourhood:
                 other = own[index]._replace(size=size, layers=(), num_microbatches=count)
                 yield *own[:index], other, *own[index + 1 :]
 
-    def _layers_moved(self, own: Candidate, firsts: Sequence[int]) -> Iterator[Candidate]:
-        """Yield plans with a layer moved, in one pipeline or in all equal ones."""
+    @staticmethod
+    def _layers_moved(
+        own: Candidate, firsts: Sequence[int], like_of: Mapping[int, list[int]]
+    ) -> Iterator[Candidate]:
+        """Yield plans with a layer moved, in one pipeline or in all that are like it."""
         for index in firsts:
             layers = own[index].layers
-            like = [i for i in self._like(own, index) if own[i].layers == layers]
+            like = [i for i in like_of[index] if own[i].layers == layers]
             for giver, taker in itertools.permutations(range(len(layers)), 2):
                 if layers[giver] > 1 and (len(layers) <= 8 or abs(giver - taker) == 1):
                     moved = list(layers)
@@ -115,11 +129,6 @@ class Neighbourhood:
                                 for i, p in enumerate(own)
                             ]
                         )
-
-    def _like(self, own: Candidate, index: int) -> list[int]:
-        """Return the pipelines that differ from one only in their nodes, layers and counts."""
-        kinds = [(self.judge.options(p.stages), share_nodes(p.stages), p.size) for p in own]
-        return [i for i, kind in enumerate(kinds) if kind == kinds[index]]
 
     def _distinct_nodes(self, free: Sequence[int]) -> list[int]:
         """Return nodes with free devices, one for each class and number of free devices."""

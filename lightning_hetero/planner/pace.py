@@ -1,4 +1,4 @@
-"""When pipelines end, and how to distribute micro-batches so that the last one ends soonest.
+"""When pipelines end, and how to deal their micro-batches and layers so that they end soonest.
 
 K micro-batches take a pipeline `fill + slope·K` seconds. Equal pipelines get theirs together, so
 thousands of pipelines take no longer than their kinds.
@@ -13,10 +13,12 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["Pace", "deal", "finish_1f1b_s", "finish_s", "steady_round_s"]
+__all__ = ["Pace", "balance_layers", "deal", "finish_1f1b_s", "finish_s", "steady_round_s"]
 
 _ROUNDS, _FEWEST_ROUNDS = 2, 12
 """Rounds timed one by one: for each stage, and at least. Further rounds take the steady seconds."""
+_DIGITS = 7
+"""Significant digits in which stages are compared, so that equal ones don't differ by rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,17 +70,11 @@ def _dealt_freely(rates: Sequence[Pace], sizes: Sequence[int], total: int) -> li
         for index in members:
             counts[index] = early
         left -= early * size * len(members)
-    while left < 0:
-        more = [kind for kind, members in kinds.items() if counts[members[0]] > 1]
-        if not more:
-            return None
-        kind = max(more, key=lambda kind: kind[0].ends_s(counts[kinds[kind][0]]))
-        for index in kinds[kind]:
-            counts[index] -= 1
-            left += kind[1]
+    if left < 0:
+        counts, left = [1] * len(rates), total - sum(sizes)
     queue = [(kind[0].ends_s(counts[m[0]] + 1), m[0], kind) for kind, m in kinds.items()]
     heapq.heapify(queue)
-    while left and queue:
+    while left > 0 and queue:
         _, first, (rate, size) = heapq.heappop(queue)
         members = kinds[rate, size][: left // size]
         for index in members:
@@ -207,3 +203,42 @@ def finish_1f1b_s(
 def _cycles(num_stages: int) -> tuple[IntArray, IntArray]:
     """Return the first and the last stage of every cycle."""
     return np.triu_indices(num_stages)
+
+
+def balance_layers(
+    times_s: Sequence[FloatArray] | FloatArray, num_layers: int
+) -> tuple[int, ...] | None:
+    """Return layers per stage (AutoHet §III-C, Eq. 4), or None if no split fits.
+
+    With n_i layers on stage i, it minimises max_i time_i(n_i), then Σ_i time_i(n_i), subject to
+    Σ_i n_i = num_layers, n_i ≥ 1 and memory_i(n_i) ≤ capacity_i. time_i is the seconds of a
+    micro-batch's forward and backward on stage i, including embedding and head (the paper prints
+    the fraction l_i/g_i upside down); memory_i includes all micro-batches that the stage holds at
+    once. Because more layers take longer, giving each next layer to the stage that then takes
+    least minimises the maximum. Among stages that take no longer than that, giving each to the
+    stage to which it adds least minimises the sum, unless a layer adds less than the one before it.
+
+    Args:
+        times_s: For every stage, seconds of a micro-batch with 0, 1, ..., `num_layers` layers;
+            infinite where that many don't fit into the stage's memory. Entry 0 is ignored.
+        num_layers: Layers to place.
+    """
+    more = num_layers - len(times_s)
+    if more < 0:
+        return None
+    # A profile's noise must not give a layer negative seconds.
+    tables = np.maximum.accumulate(np.array(times_s, dtype=np.float64)[:, 1:], axis=1)
+    taken = _least(tables[:, 1:], more)
+    slowest = tables[np.arange(len(tables)), taken].max()
+    if slowest == np.inf:
+        return None
+    with np.errstate(invalid="ignore"):
+        steps = np.diff(np.where(tables <= slowest, tables, np.inf), axis=1)
+    steps = np.where(np.isfinite(steps), np.round(steps / slowest, _DIGITS), np.inf)
+    return tuple((_least(steps, more) + 1).tolist())
+
+
+def _least(costs: FloatArray, number: int) -> IntArray:
+    """Return [stages] how many of the least costs, [stages, further layers], are a stage's."""
+    order = np.argsort(costs, axis=None, kind="stable")[:number]
+    return np.bincount(order // max(1, costs.shape[1]), minlength=len(costs))

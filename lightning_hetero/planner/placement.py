@@ -11,6 +11,7 @@ gradients cross. The simulator judges both.
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = [
     "place",
     "share_nodes",
     "to_plan",
+    "without_chunks",
 ]
 
 
@@ -197,3 +199,19 @@ def _pipelines_together(
             free[chosen] -= tp_degree
             placed[p][s] = chosen
     return placed
+
+
+def without_chunks(pipeline: PipelinePlan) -> PipelinePlan:
+    """Return a pipeline with all layers of the same ranks in one stage, as estimates see it."""
+    if not pipeline.has_chunks:
+        return pipeline
+    stages, stop = [], 0
+    for group in pipeline.groups:
+        own = [stage for stage in pipeline.stages if stage.ranks == group]
+        start, stop = stop, stop + sum(len(stage.layers) for stage in own)
+        given = {
+            name: sum(getattr(stage, name) or 0 for stage in own) or None
+            for name in own[0].recomputation
+        }
+        stages.append(StagePlan(ranks=group, layers=range(start, stop), **given))
+    return replace(pipeline, stages=tuple(stages))

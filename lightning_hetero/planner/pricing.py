@@ -6,12 +6,11 @@ the reduced value of a column with bottleneck t is
 
     T/t + 1 - μ - Σ_stages (w/t + π·uses - ρ·room),    w ≤ t for every stage.
 
-For each level t of the bottleneck the sum is least along a shortest path from (0 stages, 0 layers)
-to (s stages, L layers). The path places stages from the last to the first, so each stage's position
-says how many micro-batches it holds at once, hence its memory and recomputation. Levels are exact
-seconds of some number of layers on some stage option. Slow links make cycles of stages wait, which
-a sum over stages can't express; so paths are found for several shares of the links' seconds in `w ≤
-t`, and valued by their exact rates.
+For each level t the sum is least along a shortest path from (0 stages, 0 layers) to (s stages, L
+layers), which places stages from the last to the first: so each stage's position says how many
+micro-batches it holds, hence its memory and recomputation. Levels are exact seconds of some number
+of layers on some stage option. Slow links make cycles of stages wait, which no sum over stages
+says; so paths are found with half of the links in `w ≤ t`, and valued by their exact rates.
 """
 
 import itertools
@@ -31,27 +30,13 @@ __all__ = ["Duals", "Pricing", "even_options"]
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of stages of the even pipelines on one class of nodes in the first pool."""
 
-_LEVELS = 16
-"""Number of levels of the bottleneck that are priced at once."""
-_SLOW_LINK = 0.02
-"""Waits for links are priced if a message takes more than this share of all layers' seconds."""
+_LEVELS = 64
+"""How many levels of the bottleneck are priced at once."""
 _OF_LENGTH = 3
-"""Number of pipelines of each length that are added to the first pool."""
-_RAISES = 4
-"""Number of times that a level's prices may be raised until its pipeline fits the nodes."""
-_CARRY = 0.5
-"""Share of a level's raised prices with which neighbouring levels begin."""
-_STEP = 0.2
-"""Least change of a price, as a share of the devices' average price."""
-_ENOUGH = 4
-"""Levels aren't refined once this many columns improve the master."""
-_LOOKS = 2
-"""Number of times that levels are priced: first all, then those next to the best."""
-_NEAREST = 5
-"""Number of the best levels whose neighbours are priced."""
-_WAITS = (0.0, 0.5, 1.0)
-"""Shares of its links' seconds that a stage is assumed to wait. In the slowest cycle of n stages
-each waits for (n - 1)/n of them, elsewhere for none."""
+"""How many pipelines of each number of stages are added to the first pool."""
+_WAIT = 0.5
+"""Share of its links' seconds that a stage is assumed to wait for. In the slowest cycle of n
+stages each waits for (n - 1)/n of them, elsewhere for none."""
 _STALE = 3
 """Longer pipelines aren't tried after this many lengths in a row that were no better."""
 
@@ -79,162 +64,74 @@ class Pricing:
         self.hops_s = np.array(
             [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
         )
-        self.waits: tuple[float, ...] = (0.5,)
-        self._wait = 0.5
         self.is_wide = False
         """Whether to find the best pipelines of every number of stages, too."""
 
         self.first_s = np.stack([times.first_s(option) for option in options])
-        fastest_s = times.table.total_s[0, ..., 1:].min()
-        if self.hops_s.max(initial=0.0) > _SLOW_LINK * self.num_layers * fastest_s:
-            self.waits = _WAITS
 
     def _width(self, option: Option) -> int:
         return max(self.stages.counts_of_class[option.node_class])
 
     @cached_property
-    def levels(self) -> list[FloatArray]:
-        """All seconds that a stage may take for a micro-batch, for each share of its links."""
-        found, total_s = [], self.times.table.total_s
-        for wait in self.waits:
-            every = total_s + wait * self.hops_s[:, None, None]
-            every[3] = total_s[3]  # A lone stage sends nothing.
-            found.append(np.unique(np.round(every[np.isfinite(every)], 12)))
+    def levels(self) -> FloatArray:
+        """All seconds that a stage may take for a micro-batch, with its share of links."""
+        every = self.times.table.total_s + _WAIT * self.hops_s[:, None, None]
+        every[3] -= _WAIT * self.hops_s[:, None, None]  # A lone stage sends nothing.
+        found: FloatArray = np.unique(np.round(every[np.isfinite(every)], 12))
         return found
 
-    def columns(
-        self, time_s: float, duals: Duals, least: float, floor: FloatArray
-    ) -> list[tuple[float, Column]]:
+    def columns(self, time_s: float, duals: Duals, least: float) -> list[tuple[float, Column]]:
         """Return columns that the nodes can run with a reduced value above `least`, best first.
 
-        Duals of rows with devices to spare are 0, so a column may seem worth more than its devices
-        although there aren't enough of them. Therefore each level raises the prices of what its
-        path uses too much of, in steps of `floor`, until the path fits; its value is that of the
-        duals alone. Prices and values are in sequences, so for each micro-batch they are divided by
-        its size.
+        Prices and values are in sequences, so for each micro-batch they are divided by its size.
         """
         size = self.stages.workload.sequences_per_microbatch
         own = Duals(rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size)
-        exact: dict[Column, float] = {}
-        for wait in self._waits_in_order():
-            self._find(wait, time_s, own, least / size, floor / size, exact)
-            if sum(value * size > least for value in exact.values()) >= _ENOUGH:
-                self._wait = wait
-                break
-        ranked = sorted(exact.items(), key=lambda item: -item[1])
+        levels = self.levels[self.levels <= time_s]
+        step = max(1, len(levels) // _LEVELS)
+        prices = np.asarray(own.rows @ self.stages.uses.T, dtype=np.float64)
+        priced = self._price(levels[step // 2 :: step], time_s, own, prices)
+        found = self._values(list(dict.fromkeys(priced)), time_s, own)
+        ranked = sorted(found.items(), key=lambda item: -item[1])
         return [(value * size, column) for column, value in ranked if value * size > least]
 
-    def _waits_in_order(self) -> list[float]:
-        """Return the shares of links to try, beginning with the one that found columns last."""
-        return sorted(self.waits, key=lambda wait: wait != self._wait)
+    def _values(self, columns: list[Column], time_s: float, duals: Duals) -> dict[Column, float]:
+        """Return the reduced values of columns, and of the same stages with balanced layers.
 
-    def _find(
-        self,
-        wait: float,
-        time_s: float,
-        duals: Duals,
-        least: float,
-        floor: FloatArray,
-        exact: dict[Column, float],
-    ) -> None:
-        """Add columns that fit to `exact`, with their values, for one share of links."""
-        every = self.levels[self.waits.index(wait)]
-        levels = every[every <= time_s]
-        step = max(1, len(levels) // _LEVELS)
-        chosen = np.arange(step // 2, len(levels), step)
-        raised = np.zeros((len(chosen), len(floor)))
-        for _ in range(_LOOKS):
-            if not len(chosen):
-                break
-            values = self._fitting(wait, levels[chosen], time_s, duals, floor, raised, exact)
-            if step == 1 or sum(value > least for value in exact.values()) >= _ENOUGH:
-                break
-            # Levels next to the best ones, at a quarter of the distance, from their prices.
-            step = max(1, step // 4)
-            best = np.argsort(-values, kind="stable")[:_NEAREST]
-            near = np.unique((chosen[best][:, None] + step * np.arange(-3, 4)).ravel())
-            near = np.setdiff1d(near[(near >= 0) & (near < len(levels))], chosen)
-            after = np.clip(np.searchsorted(chosen, near), 0, len(chosen) - 1)
-            chosen, raised = near, _CARRY * raised[after]
-
-    def _fitting(  # noqa: PLR0913
-        self,
-        wait: float,
-        levels: FloatArray,
-        time_s: float,
-        duals: Duals,
-        floor: FloatArray,
-        raised: FloatArray,
-        exact: dict[Column, float],
-    ) -> FloatArray:
-        """Raise prices until columns fit; return the levels' best values."""
+        Those are left out that take more devices than there are.
+        """
         limits = self.stages.limits
-        values = np.full(len(levels), -np.inf)
-        open_levels = np.arange(len(levels))
-        for attempt in range(_RAISES):
-            prices = (duals.rows + raised[open_levels]) @ self.stages.uses.T
-            found = self._price(wait, levels[open_levels], time_s, duals, prices)
-            left = []
-            fitting = [
-                column for _, column in found if (self.times.uses(column.options) <= limits).all()
-            ]
-            self._value(fitting, time_s, duals, exact)
-            for index, column in found:
-                level = int(open_levels[index])
-                uses = self.times.uses(column.options)
-                over = uses - limits
-                if (over <= 0).all():
-                    worth = max(exact.get(c, -np.inf) for c in self._balanced(column))
-                    values[level] = max(values[level], worth)
-                    if not raised[level].any():
-                        continue
-                # A subgradient step: raise the price where too much is used, lower it where some is
-                # left.
-                moved = np.sign(over) * _STEP + over / limits
-                raised[level] = np.maximum(raised[level] + floor * moved / (1 + attempt), 0.0)
-                left.append(level)
-            open_levels = np.unique(np.array(left, dtype=np.int64))
-            if not len(open_levels):
-                break
-        return values
-
-    def _balanced(self, column: Column) -> list[Column]:
-        """Return a column, and the same stages with balanced layers."""
-        layers = self.times.balance(column.options)
-        return [column] if layers is None else [column, column._replace(layers=layers)]
-
-    def _value(
-        self, columns: list[Column], time_s: float, duals: Duals, exact: dict[Column, float]
-    ) -> None:
-        """Add columns, and ones with balanced layers, to `exact` with their reduced values."""
-        every = dict.fromkeys(item for column in columns for item in self._balanced(column))
-        new = [item for item in every if item not in exact]
-        for item, rate in zip(new, self.times.rates(new), strict=True):
+        columns = [c for c in columns if (self.times.uses(c.options) <= limits).all()]
+        balanced = [self.times.balance(column.options) for column in columns]
+        pairs = zip(columns, balanced, strict=True)
+        every = [*columns, *(column._replace(layers=n) for column, n in pairs if n)]
+        found = {}
+        for column, rate in zip(every, self.times.rates(every), strict=True):
             if rate is not None:
                 needs = float(rate.uses @ duals.rows) + duals.pipeline - duals.room * rate.room
-                exact[item] = (time_s - rate.fill_s) / rate.slope_s - needs
+                found[column] = (time_s - rate.fill_s) / rate.slope_s - needs
+        return found
 
     def smallest(self) -> Column | None:
-        """Return the pipeline that uses about the fewest devices; None if no pipeline fits."""
-        level_s = max((float(every[-1]) for every in self.levels if len(every)), default=0.0)
-        if not level_s:
+        """Return the pipeline that takes about the fewest devices; None if no pipeline fits."""
+        if not len(self.levels):
             return None
-        degrees = np.array([[1e3 * option.tp_degree for option in self.stages.options]])
+        level_s = float(self.levels[-1])
+        degrees = np.array(1e3 * self.stages.degrees, dtype=np.float64)
         nothing = Duals(rows=np.zeros(len(self.stages.rows)))
-        found = self._price(0.0, np.array([level_s]), level_s, nothing, degrees)
-        return found[0][1] if found else None
+        found = self._price(np.array([level_s]), level_s, nothing, degrees)
+        return found[0] if found else None
 
     def _price(
-        self, wait: float, levels: FloatArray, time_s: float, duals: Duals, prices: FloatArray
-    ) -> list[tuple[int, Column]]:
+        self, levels: FloatArray, time_s: float, duals: Duals, prices: FloatArray
+    ) -> list[Column]:
         """Return the best column of each level and, for a wide search, of each length.
 
         Args:
-            wait: Share of its links' seconds that a stage has to wait for.
             levels: Bottlenecks.
             time_s: Seconds of an iteration.
             duals: Prices of a pipeline and of room.
-            prices: [levels, options] of each stage.
+            prices: [options] of each stage.
         """
         count, size = len(levels), self.num_layers + 1
         best = np.full(count, -np.inf)
@@ -245,7 +142,7 @@ class Pricing:
         stale = 0
         worth = time_s / levels + 1 - duals.pipeline
         for position in range(self.stages.max_stages):
-            edge = self._edge(2, wait, position, levels, prices, duals)
+            edge = self._edge(2, position, levels, prices, duals)
             total = paths[-1][:, ::-1] + edge.min(axis=1)
             value = worth - total.min(axis=1)
             better = value > best + 1e-12
@@ -257,23 +154,20 @@ class Pricing:
             values.append(value)
             if stale > _STALE or position + 1 >= self.stages.max_stages:
                 break
-            edge = self._edge(0, wait, position, levels, prices, duals)
+            edge = self._edge(0, position, levels, prices, duals)
             edges.append(edge)
             paths.append(_joined(paths[-1], edge.min(axis=1)))
             if not np.isfinite(paths[-1]).any():
                 break
         chosen = [(level, int(at[level])) for level in np.flatnonzero(np.isfinite(best)).tolist()]
-        for position, row in enumerate(values if self.is_wide or len(self.waits) > 1 else ()):
-            every = np.argsort(-row, kind="stable")[: _OF_LENGTH if self.is_wide else 1].tolist()
+        for position, row in enumerate(values if self.is_wide else ()):
+            every = np.argsort(-row, kind="stable")[:_OF_LENGTH].tolist()
             chosen += [(level, position) for level in every if np.isfinite(row[level])]
-        distinct = list(dict.fromkeys(chosen))
-        columns = self._columns(paths, edges, closing, distinct)
-        return [(level, column) for (level, _), column in zip(distinct, columns, strict=True)]
+        return self._columns(paths, edges, closing, list(dict.fromkeys(chosen)))
 
     def _edge(
         self,
         end: int,
-        wait: float,
         position: int,
         levels: FloatArray,
         prices: FloatArray,
@@ -285,11 +179,9 @@ class Pricing:
         links_s = self.hops_s[:, None] * (not is_lone)
         end_s = seconds + links_s + self.first_s * bool(end)
         cost = (
-            end_s[None] / levels[:, None, None]
-            + prices[:, :, None]
-            - duals.room * table.room[index]
+            end_s[None] / levels[:, None, None] + prices[:, None] - duals.room * table.room[index]
         )
-        busy = seconds + wait * links_s
+        busy = seconds + _WAIT * links_s
         cost = np.where(busy[None] <= levels[:, None, None] * (1 + 1e-9), cost, np.inf)
         cost[..., 0] = np.inf
         return cost

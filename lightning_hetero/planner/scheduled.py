@@ -25,9 +25,9 @@ from lightning_hetero.simulator.work import PipelineWork
 __all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
 
 _MOST_RANKED = 16
-"""How many candidates, the best under 1F1B, are simulated under solved schedules."""
+"""How many of the candidates that are best under 1F1B are simulated under solved schedules."""
 _MOST_FOLDED = 1024
-"""Chunks are tried in pipelines of up to so many stages times micro-batches; more take seconds."""
+"""Largest number of stages times micro-batches of a pipeline that is tried with chunks."""
 Orders = tuple[tuple[Action, ...], ...]
 
 
@@ -37,7 +37,7 @@ class Scheduled:
 
     simulation: Simulation
     usual: Simulation
-    """The same plan's under 1F1B."""
+    """The simulation of the same plan under 1F1B."""
     orders: tuple[Orders | None, ...]
     """By pipeline; None where it runs 1F1B."""
 
@@ -71,8 +71,8 @@ def simulate_scheduled(
         plan: The plan.
         cost: Times and bytes.
         batches: For each pipeline its micro-batches.
-        schedule: What may run.
-        options: More of those of `simulate`.
+        schedule: Which schedules may run.
+        options: Other arguments of `simulate`.
 
     Raises:
         PlanError: Plan, model, cluster and micro-batches don't match.
@@ -100,7 +100,7 @@ def simulate_scheduled(
 def rank_scheduled(
     result: PlanningResult, cost: CostModel, schedule: Schedule
 ) -> tuple[PlanningResult, Scheduled]:
-    """Return planned candidates, the best first under a schedule, and the best one's orders."""
+    """Return the candidates, the best under the schedule first, and the best one's orders."""
     if not schedule.is_solved:
         return result, Scheduled(
             simulation=result.best.simulation, usual=result.best.simulation, orders=()
@@ -144,10 +144,11 @@ def _recomputing(plan: ParallelPlan) -> ParallelPlan:
 
 
 def _folded(plan: ParallelPlan) -> ParallelPlan | None:
-    """Return the plan with pipelines that go there and back: ranks get two halves of their layers.
+    """Return the plan with pipelines in which each rank runs two stages of half its layers.
 
-    They begin at the ranks of the last stage, whose layers leave time for the head. None if all
-    have one stage, or a stage has one layer, a budget of activations, or chunks already.
+    A micro-batch goes from the rank of the last stage to that of the first, and back, so the head
+    is on the rank of the last stage, whose layers leave time for it. None if all pipelines have one
+    stage, or a stage has one layer, a budget of activations, or chunks already.
     """
     if plan.max_stages == 1:
         return None

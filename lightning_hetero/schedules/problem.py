@@ -2,9 +2,9 @@
 
 A stage runs three passes of each micro-batch: forward (F), the gradient of its input (I) and the
 gradients of its weights (W). The previous stage waits for I; no stage waits for W. A *worker* (a
-group of ranks) runs one stage, or several, its chunks. It runs their passes (kind, stage,
-micro-batch) one at a time, and each stage's micro-batches in the order of their numbers. The order
-of passes follows from priorities (`Dispatch`), or is given (`end_s`).
+group of ranks) runs one stage, or several, its chunks. It runs one pass (kind, stage, micro-batch)
+at a time, and each stage's micro-batches in the order of their numbers. The order of passes is
+either chosen by priorities (`Dispatch`), or given (`end_s`).
 """
 
 import heapq
@@ -82,7 +82,7 @@ class ScheduleProblem:
     waiting_bytes: Matrix
     """Bytes that it keeps from I to W."""
     room_bytes: tuple[float, ...]
-    """Bytes that each worker has for both."""
+    """Bytes that each worker has for both: a micro-batch's from F to I, and from I to W."""
     workers: tuple[int, ...] = ()
     """The worker of each stage; by default each stage has its own."""
 
@@ -111,21 +111,22 @@ class ScheduleProblem:
         sizes: Sequence[float] = (),
         workers: Sequence[int] = (),
     ) -> "ScheduleProblem":
-        """Return the problem of micro-batches whose activations take one unit a worker.
+        """Return the problem of micro-batches that each keep one unit of activations on a worker.
 
         Args:
             forward_s: Seconds of F, by stage.
             input_s: Seconds of I.
             weight_s: Seconds of W.
             num_microbatches: Micro-batches of the iteration.
-            most_held: Micro-batches that each worker has room for; by default as many as 1F1B
-                holds there, or with chunks as many as there are workers.
+            most_held: The number of micro-batches that each worker has room for; by default as many
+                as 1F1B holds there, or with chunks as many as there are workers.
             edges: The links between neighbouring stages, both ways; without delay by default.
             waiting: Share of an activation that W needs after I: about all of a transformer
                 layer's, whose linear layers keep their inputs and the gradients of their outputs.
             sizes: For each micro-batch, if they differ, a factor by which its seconds and units are
-                multiplied. There is room for any `most_held` micro-batches that follow each other.
-            workers: The worker of each stage. Its stages share its unit by their seconds of F.
+                multiplied. There is room for any `most_held` consecutive micro-batches.
+            workers: The worker of each stage. A worker's stages divide its unit in proportion to
+                their seconds of F.
         """
         num_stages = len(forward_s)
         each = tuple(sizes) or (1.0,) * num_microbatches
@@ -173,7 +174,7 @@ class ScheduleProblem:
 
     @property
     def most_bytes(self) -> list[float]:
-        """The most bytes that a micro-batch keeps on each worker."""
+        """The largest number of bytes that a micro-batch keeps on each worker."""
         rows = [[self.held_bytes[s] for s in own] for own in stages_by_worker(self.workers)]
         return [max(map(sum, zip(*own, strict=True)), default=0.0) for own in rows]
 
@@ -198,8 +199,8 @@ class Rule:
 
     priorities: Priorities
     patience: float
-    """How long a stage waits for an F or I that is on its way rather than begin a W, as a share of
-    the W's seconds."""
+    """How long a stage waits for an F or I that is on its way before it starts a W instead, as a
+    share of the W's seconds."""
 
 
 class Dispatch:
@@ -216,7 +217,7 @@ class Dispatch:
         self._arrivals = _Arrivals(problem)
         self._used = [0.0] * problem.num_workers
         self._held = [0.0] * problem.num_workers
-        """The part of the kept bytes that doesn't wait for a W."""
+        """The part of the kept bytes that aren't waiting for a W."""
         self._most = problem.most_bytes
         self._orders: list[list[Pass]] = [[] for _ in range(problem.num_workers)]
         self._chunks = stages_by_worker(problem.workers)
@@ -266,7 +267,7 @@ class Dispatch:
         return None, until
 
     def _candidates(self, worker: int) -> Iterator[tuple[int, int, float, float]]:
-        """Yield kind, stage, arrival and priority of stages' next I and F, if they are known."""
+        """Yield kind, stage, arrival and priority of the next I and F of the worker's stages."""
         forwards, inputs, _ = self._next
         for stage in self._chunks[worker]:
             forward, input_ = forwards[stage], inputs[stage]
@@ -290,8 +291,9 @@ class Dispatch:
     def _leaves_a_way(self, worker: int, stage: int, left: float) -> bool:
         """Whether all micro-batches could still finish, the oldest first, after a stage's next F.
 
-        If not, workers could become full of micro-batches whose next chunks have no room (Dijkstra
-        1965, "the banker's algorithm"). Bytes that wait for W count as free, as W can always run.
+        If not, workers could become full of micro-batches whose next chunks have no room. The test
+        is the banker's algorithm (Dijkstra 1965). Bytes that wait for W count as free, as W can
+        always run.
         """
         held, chunks = self.problem.held_bytes, self._chunks[worker]
         inputs = self._next[INPUT]

@@ -1,11 +1,11 @@
 """Solve the order of a pipeline's passes, as the runtime executes it: list scheduling.
 
-A pass's priority is the number of seconds from its start to the end, on the critical path. At a
-pace of b seconds a micro-batch, an F that is d micro-batches ahead of an I comes first if its round
-trip to the last stage takes longer than d·b. So how far stages run ahead follows from the times of
-links and stages. Several paces are tried, once with stages that wait for the next F or I rather
-than begin a W, and once with stages that don't wait. An order is made by simulating a run, so it
-can't deadlock.
+A pass's priority is the number of seconds from its start to the end of the schedule, on the
+critical path. Suppose that micro-batches follow each other every b seconds, the *pace*. Then an F
+that is d micro-batches ahead of an I comes first if its round trip to the last stage takes longer
+than d·b. So the seconds of links and stages determine how far stages run ahead. Several paces are
+tried, each with two rules: stages wait for the next F or I, or start a W meanwhile. An order is
+made by simulating a run, so it can't deadlock.
 """
 
 import math
@@ -49,8 +49,8 @@ _DEPTHS = 1.5, 2.0, 3.0, 4.0
 """Micro-batches that a deep schedule may hold on each stage, as multiples of the number of
 workers."""
 _MOST_MOVED = 36
-"""In problems with up to so many passes, single passes are moved; with more, orders are hardly far
-from the best."""
+"""In problems with up to this many passes, single passes are moved as well; in larger ones the
+orders are near the best without."""
 _WORTH = 1.01
 """More room is used only if the schedule is shorter by at least this factor."""
 _WEIGHT_SHARE = 0.5
@@ -71,7 +71,7 @@ class Solution:
 
 
 def solve(problem: ScheduleProblem) -> Solution:
-    """Return a short schedule within each stage's room; the same one for the same problem.
+    """Return a short schedule within each stage's room; equal problems give equal schedules.
 
     It is never longer than 1F1B, if 1F1B fits into the room.
     """
@@ -135,7 +135,7 @@ def solve_in_rooms(problems: Iterable[ScheduleProblem]) -> Solution:
 def order_1f1b(problem: ScheduleProblem) -> Orders:
     """Return 1F1B's orders, each I followed by its W; with chunks, see `usual_actions`.
 
-    Without a split, the stage before waits for all of a backward: then W must take no seconds.
+    If backwards aren't split, the previous stage waits for all of a backward: then W must take 0 s.
     """
     kinds = {ActionKind.FORWARD: (FORWARD,), ActionKind.BACKWARD: (INPUT, WEIGHT)}
     return tuple(
@@ -213,14 +213,15 @@ def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
         if any(map(any, problem.weight_s)):
             yield Rule(priorities, patience=1.0)
         if has_chunks:
-            # Split loops (interleaved zero bubble) are as short only with I somewhat earlier.
+            # Orders of split backwards with chunks (interleaved zero bubble) are only as short if I
+            # comes somewhat earlier.
             forwards, inputs = priorities
             earlier = [[value - whole_s / 2 for value in row] for row in inputs]
             yield Rule((forwards, earlier), patience=0.0)
 
 
 def _critical(problem: ScheduleProblem, pace_s: float) -> Priorities:
-    """Return minus the seconds from the begin of each F and I to the end."""
+    """Return minus the seconds from the start of each F and I to the end of the schedule."""
     count, num_stages = problem.num_microbatches, problem.num_stages
     rest_s = [[(count - 1 - m) * pace_s for m in range(count)]]
     to_end: list[list[float]] = []
@@ -245,8 +246,9 @@ class Schedule(Choice):
     SPLIT = "split"
     """Backward passes of linear layers are split; stages hold no more than under 1F1B."""
     DEEP = "deep"
-    """The same, and stages run ahead where that saves time: each holds up to four micro-batches a
-    stage of the pipeline, as far as its memory allows; 1F1B holds as many as stages follow."""
+    """Like "split", and stages run further ahead where that saves time. A stage holds up to four
+    times as many micro-batches as the pipeline has stages, as far as its memory allows. Under 1F1B
+    it holds one for itself and one for each stage after it."""
 
     @property
     def is_solved(self) -> bool:
@@ -300,11 +302,11 @@ def solve_actions(  # noqa: PLR0913 - what a schedule depends on
     Args:
         stages: Seconds of a micro-batch, by stage.
         num_microbatches: Micro-batches of the iteration.
-        rooms: Micro-batches that each worker may hold; the first of these that is nearly as good
-            as any is used. By default as many as usual.
-        least_gain: What an order must gain, as a share of 1F1B's seconds.
+        rooms: The number of micro-batches that each worker may hold, as a list of choices; the
+            first that is nearly as good as any is used. By default as many as under 1F1B.
+        least_gain: The least that an order must save, as a share of 1F1B's seconds.
         is_split: Whether backwards are split.
-        sizes: Of each micro-batch, where they differ: it takes so many times those seconds.
+        sizes: If micro-batches differ, a factor for each, by which its seconds are multiplied.
         workers: The worker of each stage; by default each stage has its own.
     """
 
@@ -328,7 +330,7 @@ def solve_actions(  # noqa: PLR0913 - what a schedule depends on
 
 
 def as_actions(orders: Orders, *, is_split: bool = True) -> tuple[tuple[Action, ...], ...]:
-    """Return orders as lists of actions; if backwards aren't split, each I is all of one."""
+    """Return orders as lists of actions; if backwards aren't split, an I is a whole backward."""
     kinds = _KINDS if is_split else _WHOLE_KINDS
     return tuple(
         tuple(Action(kinds[kind], stage, m) for kind, stage, m in order if kind in kinds)

@@ -1,14 +1,14 @@
 """Predict what a plan takes: costs from data sheets or profiles, and a discrete-event simulator.
 
-Whoever wants an iteration's seconds or bytes asks `simulate`: planner, start-up summary, `compare`,
-contingency plans. Read in this order:
+The planner, the summary at start, `compare` and contingency plans all call `simulate` for an
+iteration's seconds and bytes. Read in this order:
 
-- `stage`, `memory`, `links`: what costs depend on, the terms of a device's memory, messages.
-- `cost`, `device_costs`: seconds of an action of a stage, and bytes of its ranks.
-- `work`: what one pipeline runs; `propagate`: when its actions end, under any schedule.
-- `unit_times`, `exchange`: pulls and pushes, whoever owns what.
-- `simulate`: all of it; `Simulation.lacking_bytes` says whether the plan fits.
-- `report`, `pictures`: predictions for people. `operations` replays recorded runs.
+- `stage`, `memory`, `links`: what costs depend on; the terms of a device's memory; messages.
+- `cost`, `device_costs`: the seconds of a stage's actions, and the bytes of its ranks.
+- `work`: the actions of one pipeline. `propagate`: when they end, under any schedule.
+- `unit_times`, `exchange`: when weights have been pulled and gradients pushed.
+- `simulate`: all of it; `Simulation.lacking_bytes` tells whether the plan fits.
+- `report`, `pictures`: predictions as text and as pictures. `operations` replays recorded runs.
 """
 
 from lightning_hetero.simulator.cost import CostModel

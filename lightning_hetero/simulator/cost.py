@@ -1,11 +1,11 @@
 """Seconds and bytes of a stage and of its messages: the base of the roofline and profile models.
 
-A micro-batch is given as the tuple of its sequences' lengths. The `StateLayout` says which states a
-rank keeps: by default each holder of a layer keeps its weights and the gradients of its own
-micro-batches; masters, optimizer states and gradients summed over all holders are divided among
-them. In the systems that we compare with (`StateLayout.replicated`) each replica keeps everything.
-Activations, kept or sent on, count once for each micro-batch in flight; gradients that are sent
-between stages count for as long as they may be under way.
+A micro-batch is given as the tuple of its sequences' lengths. The `StateLayout` determines which
+states a rank keeps. By default each holder of a layer keeps the layer's weights and the gradients
+of its own micro-batches; masters, optimizer states and gradients summed over all holders are
+divided among the holders. In the systems that this one is compared with (`StateLayout.replicated`)
+each replica keeps everything. Activations, kept or sent on, count once for each micro-batch in
+flight; gradients that are sent between stages count for as long as they may be under way.
 """
 
 import copy
@@ -36,16 +36,16 @@ _SUM_BYTES = 4
 _HOST_STEP_BYTES = 42
 """Host bytes per parameter: Adam reads 4 and writes 3 fp32 values, sums are scaled and narrowed."""
 _SELECTIVE_SHARE = 0.1
-"""Share of a layer's forward that selective recomputation repeats: a thirtieth of the layer's time.
-Measured on CPUs: 1 to 4 % (`python -m tests.benchmarks selective`)."""
+"""Share of a layer's forward that selective recomputation repeats, 1/30 of forward and backward;
+measured on CPUs: 1 to 4 % of both (`python -m tests.benchmarks selective`)."""
 _TRAFFIC_AGAIN = 0.5
-"""Share of a layer's TP traffic that it repeats: the sum after attention, not the MLP's."""
+"""Share of a layer's TP traffic that it repeats: the all-reduce after attention, not the MLP's."""
 
 
 class CostModel(ClusterLinks, ABC):
     """Times and bytes of stages and transfers on one cluster for one model.
 
-    Subclasses say what computing costs; everything else follows from cluster, model and layout.
+    Subclasses compute the costs of devices; everything else follows from cluster, model and layout.
     Results are cached, so use one object for many plans.
     """
 
@@ -88,8 +88,8 @@ class CostModel(ClusterLinks, ABC):
     def products_bytes(self, shape: StageShape) -> float:
         """Return the bytes per token that a layer keeps under selective recomputation.
 
-        The outputs of matrix products and attention from which all else is recomputed; infinite if
-        that isn't known, so that no plan has selective layers.
+        These are the outputs of matrix products and attention, from which all else is recomputed.
+        Infinite if they aren't known, so that no plan has selective layers.
         """
         return math.inf
 
@@ -194,7 +194,7 @@ class CostModel(ClusterLinks, ABC):
         return sent + gathered
 
     def num_stage_params(self, shape: StageShape) -> float:
-        """Return the parameters that one rank of a stage holds and that train."""
+        """Return the number of trainable parameters that one rank of a stage holds."""
         params = shape.num_layers * self.model.params_per_layer
         params += self._copied_params(shape, trains=True)
         if shape.has_embedding:
@@ -208,7 +208,7 @@ class CostModel(ClusterLinks, ABC):
     def frozen_bytes(self, shape: StageShape) -> float:
         """Return the bytes of what never trains on one rank of a stage.
 
-        With the values of the largest quantized matrix, which is unpacked to be multiplied.
+        They include the values of the largest quantized matrix, which is unpacked for a product.
         """
         model, width = self.model, self.layout.weight_bytes
         layer, embedding, head = model.frozen_bytes(width)
@@ -221,7 +221,7 @@ class CostModel(ClusterLinks, ABC):
     def owned_params(
         self, plan: ParallelPlan, stage: StagePlan, shape: StageShape | None = None
     ) -> float:
-        """Return the most parameters that any rank of a stage owns."""
+        """Return the largest number of parameters that any rank of a stage owns."""
         if plan.owner_shares is None or not self.layout.sharded:
             return self.num_owned_params(shape or self.shape_of(stage), plan.num_pipelines)
         shares = plan.owner_shares
@@ -248,7 +248,7 @@ class CostModel(ClusterLinks, ABC):
         return held / num_pipelines if self.layout.sharded else held
 
     def _copied_params(self, shape: StageShape, *, trains: bool) -> int:
-        """Return the copies of key heads in a stage's group: of those that train, or of frozen."""
+        """Return the copied parameters of key heads in a stage's group: trainable, or frozen."""
         if trains is not (self.model.tuning is None):
             return 0
         return shape.num_layers * self.model.copied_params_per_layer(shape.tp_degree)
@@ -323,9 +323,9 @@ class CostModel(ClusterLinks, ABC):
         has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
         again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
-        # Kept: activations sent to the next stage, with room for their gradients; gradients sent to
-        # the stage before, which has one micro-batch more in flight. Activations to be received
-        # get room only when they come.
+        # Kept: activations sent to the next stage, with memory for their gradients; and gradients
+        # sent to the previous stage, which has one micro-batch more in flight. Activations to be
+        # received get memory only when they come.
         before = 0 if shape.has_embedding else self._hidden_bytes(held_tokens + longest)
         return MemoryTerms(
             frozen=self.frozen_bytes(shape),
@@ -346,7 +346,7 @@ class CostModel(ClusterLinks, ABC):
         return found
 
     def host_step_s(self, shape: StageShape, num_owned: float) -> float:
-        """Return the seconds of a step on the host: sums to it, weights from it, and Adam.
+        """Return the seconds of a step on the host: copy sums there, run Adam, copy weights back.
 
         The steps of all devices of a node run at once and share the host's memory bandwidth.
         """

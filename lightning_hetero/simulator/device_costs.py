@@ -1,12 +1,12 @@
 """Times of devices: from data sheets (`RooflineCost`), or as measured (`ProfileCost`).
 
-A roofline takes work over reachable peak, or bytes over bandwidth, whichever is longer. It is
+A roofline takes the longer of work over reachable peak, and bytes over bandwidth. It is
 deliberately coarse, for planning before anything was measured. The reasons for its constants are
 beside them; a measured profile is always better.
 
-A profile has times of blocks by binary decomposition (AutoHet §III-D), and fits between. What it
-lacks is taken from the roofline and the cluster: memory that wasn't measured, the optimizer's step,
-and links over which no messages were measured.
+A profile has times of blocks by binary decomposition (AutoHet §III-D), and fits between them.
+Whatever it lacks is taken from the roofline and the cluster: memory that wasn't measured, the
+optimizer's step, and links over which no messages were measured.
 """
 
 from collections.abc import Sequence
@@ -140,7 +140,7 @@ class RooflineCost(CostModel):
         return forward + _LAUNCH_S, backward + _LAUNCH_S
 
     def _unpack_s(self, shape: StageShape) -> float:
-        """Return the seconds in which a layer's quantized matrices are read and values written."""
+        """Return the seconds in which a layer's quantized matrices are read, and values written."""
         bits = self.model.tuning and self.model.tuning.stored_bits
         if not bits:
             return 0.0

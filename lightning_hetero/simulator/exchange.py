@@ -1,9 +1,9 @@
-"""Time an iteration's exchange: when weights have arrived, and when gradients have.
+"""Compute when an iteration's weights have arrived, and when its gradients have.
 
-Layers go one after another in one fixed order, gradients from the last layer to the first, each as
-soon as its backward ended on all holders. Within a segment arrivals and sends are evenly spaced, so
-the queue ends at the larger of two linear cases, without a loop over layers. `unit_times` says how
-long one layer takes.
+Layers are exchanged one after another in one fixed order, gradients from the last layer to the
+first, each as soon as its backward has ended on all holders. Within a segment, arrivals and sends
+are evenly spaced. So the queue ends at the later of two times, each linear in the number of layers,
+and no loop over layers is needed. `unit_times` computes how long one layer takes.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ def exchange_of(
 
     Args:
         plan: The plan.
-        kinds: Groups of pipelines that run alike; of one each if the plan has owner shares.
+        kinds: Groups of pipelines that run alike; groups of one pipeline each if the plan has owner
+            shares.
         cost: Times and bytes.
     """
     every = [[plan.pipelines[index] for index in members] for members in kinds]
@@ -126,7 +127,7 @@ class ExchangeTable:
         Args:
             end_s: End of each stage's last action.
             last_s: Seconds of that action, during which layers finish one by one.
-            has_work: Whether the pipeline ran any micro-batch; one that didn't only receives.
+            has_work: Whether each pipeline ran any micro-batch; one without only receives.
         """
         sent = [[0.0] * len(ends) for ends in end_s]
         received = [[0.0] * len(ends) for ends in end_s]

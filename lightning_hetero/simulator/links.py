@@ -86,8 +86,8 @@ class ClusterLinks:
 class Peers:
     """What each holder of a piece exchanges with ranks of its own node and of others.
 
-    To need time that is linear in holders, nodes and links, all peers on other nodes are counted at
-    the cluster's rate first; then the few links with another rate correct that.
+    So that the time is linear in holders, nodes and links, all peers on other nodes are counted at
+    the cluster's rate first; then the few links with another rate are corrected.
 
     Args:
         links: The cluster's links.
@@ -142,7 +142,8 @@ class Peers:
         """Return the seconds, [D, G], in which holders exchange with all peers, without latency.
 
         Args:
-            num_bytes: [D, G] bytes for each peer, or of which peers get their shares.
+            num_bytes: [D, G] bytes for each peer; or, if peers have shares, the bytes that are
+                divided.
         """
         seconds: FloatArray = num_bytes * (self._near_s + self._far_s)
         return seconds
@@ -151,7 +152,7 @@ class Peers:
 def rings_s(links: ClusterLinks, nodes: IntArray, num_bytes: FloatArray) -> FloatArray:
     """Return the seconds, [G], of a ring's all-gather or reduce-scatter of each piece.
 
-    Holders stand in the ring in the order of their nodes.
+    Holders are in the ring in the order of their nodes.
 
     Args:
         links: The cluster's links.
@@ -202,7 +203,7 @@ def _inside_s(links: ClusterLinks, nodes: IntArray, num_bytes: FloatArray) -> Fl
 
 
 def push_straight_s(links: ClusterLinks, ranks: Sequence[int], num_bytes: float) -> float:
-    """Return the seconds in which holders send each other their pieces of `num_bytes` each."""
+    """Return the seconds in which holders send each other their pieces, of `num_bytes` each."""
     nodes = np.array(links.node_of_rank)[[*ranks], None]
     peers = Peers.of_holders(links, nodes)
     pieces = np.full(nodes.shape, num_bytes / len(ranks))

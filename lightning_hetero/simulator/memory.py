@@ -1,9 +1,9 @@
 """The terms of a rank's peak of memory, and how much of a device a plan may fill.
 
-Planner, simulator, data module and the summary at the start of a run all count by these terms; a
-`CostModel` says how large each is (`stage_memory`). Pull and push wait until there are no
+Planner, simulator, data module and the summary at the start of a run all use these terms; a
+`CostModel` computes how large each is (`stage_memory`). Pull and push wait until there are no
 activations, so their buffers count only as far as they exceed what lives while a micro-batch is
-computed. A run that goes out of memory leaves a `MemoryCorrection`, so that no later plan does.
+computed. A run that goes out of memory writes a `MemoryCorrection`, so that later plans use less.
 """
 
 import math
@@ -44,15 +44,15 @@ class MemoryTerms(NamedTuple):
     """
 
     weights: float = 0.0
-    """Weights that it computes with, and that train."""
+    """Trainable weights that it computes with."""
     gradients: float = 0.0
     """Gradients that it sums over micro-batches, in fp32 by default."""
     owned: float = 0.0
-    """Masters, optimizer states and summed gradients of the slices it owns or stands by for."""
+    """Masters, optimizer states and summed gradients of slices that it owns or keeps copies of."""
     activations: float = 0.0
     """Activations that micro-batches in flight keep for their backward."""
     recomputed: float = 0.0
-    """Activations of the one layer that is computed again."""
+    """Activations of the one layer that is being recomputed."""
     head: float = 0.0
     """Logits, their softmax and its gradient."""
     messages: float = 0.0
@@ -69,7 +69,7 @@ class MemoryTerms(NamedTuple):
 
     @property
     def states(self) -> float:
-        """The bytes that don't depend on micro-batches."""
+        """Bytes that don't depend on micro-batches."""
         return self.weights + self.frozen + self.gradients + self.owned
 
     @classmethod
@@ -84,13 +84,13 @@ class MemoryTerms(NamedTuple):
     def with_states(
         self, *, weights: float, gradients: float, owned: float, buffers: float
     ) -> "MemoryTerms":
-        """Return these terms of micro-batches with states, and exchange from all its `buffers`."""
+        """Return these terms with those of states; the exchange's is what of `buffers` counts."""
         beyond = max(0.0, buffers - (self.total - self.frozen))
         return self._replace(weights=weights, gradients=gradients, owned=owned, exchange=beyond)
 
 
 def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int) -> int:
-    """Return the most tokens that any `num_in_flight` consecutive micro-batches hold together."""
+    """Return the largest number of tokens in any `num_in_flight` consecutive micro-batches."""
     if len(set(microbatches)) == 1:
         return sum(microbatches[0]) * min(num_in_flight, len(microbatches))
     tokens = [sum(microbatch) for microbatch in microbatches]
@@ -105,9 +105,9 @@ def in_flight_tokens(microbatches: Sequence[MicroBatchShape], num_in_flight: int
 def held_tokens(
     order: Sequence[Action], microbatches: Sequence[MicroBatchShape], layers: Mapping[int, int]
 ) -> dict[int, int]:
-    """Return the tokens that a rank holds in each stage when it holds most.
+    """Return the tokens that a rank holds in each stage when it holds the most bytes.
 
-    A micro-batch is held from its forward to the end of its backward: of its W, if that is split.
+    A micro-batch is held from its forward to the end of its backward; of its W, if that is split.
 
     Args:
         order: The rank's actions, in their order.
@@ -150,8 +150,8 @@ def push_buffer_bytes(
 def reserved_bytes(memory_bytes: float) -> float:
     """Return how much of a device's memory no plan may fill.
 
-    One GiB goes to the CUDA context and communication buffers and 4 % to the allocator's slack;
-    small (emulated) devices give 10 % at most.
+    It is 1 GiB for the CUDA context and communication buffers, and 4 % for the allocator's slack;
+    on small (emulated) devices it is 10 % at most.
     """
     return min(2**30 + 0.04 * memory_bytes, 0.1 * memory_bytes)
 
@@ -209,7 +209,7 @@ class MemoryCorrection:
     activation_factor: float = 1.0
     """Factor on the predicted bytes of activations, logits and messages, 1 or more."""
     usable_bytes: int | None = None
-    """The most bytes that fit on the device; None if as many as expected."""
+    """The largest number of bytes that fit on the device; None if as many as expected."""
 
     def __post_init__(self) -> None:
         usable = self.usable_bytes

@@ -1,18 +1,20 @@
 """Time the actions of one iteration: when each worker is free, given seconds and dependencies.
 
-A program is a list of rounds. A round is a list of steps, each after the steps that it waits for. A
-step runs on a worker as soon as the worker is free and the message that it awaits has arrived; then
-it may send one message over a link. A link carries one message at a time in the order sent, while
-both ends compute. Messages arrive in slots: a later message for a slot replaces an earlier one.
+A *worker* is a group of ranks that runs one stage, or several, its chunks. A program is a list of
+rounds, and a round is a list of steps, which are run in this order. A step starts on its worker as
+soon as the worker is free and the message that the step awaits has arrived; afterwards it may send
+one message over a link. A link carries one message at a time, in the order in which they were sent,
+while both its ends compute. Messages arrive in slots: a later message for a slot replaces an
+earlier one.
 
-A round that is repeated soon ends as an earlier repetition did, all times later by the same amount.
-What is left of the repetitions is then skipped.
+If a round is repeated, then after a few repetitions each one changes all times by the same amount.
+The other repetitions are then computed at once.
 
 1F1B is made of rounds. In round r, stage s runs the forward of micro-batch `r - s` and, after the
 first micro-batch has passed all stages, the backward of `r - (num_stages - 1)`. Rounds of equal
-micro-batches are equal. So for S stages, any number of equal micro-batches takes the time of about
-4·S rounds of 2·S steps to compute. Any other schedule is given as each worker's list of actions,
-and is a single round. A *worker* is a group of ranks; it runs one stage, or several, its chunks.
+micro-batches are equal. So for S stages, any number of equal micro-batches costs about as much to
+compute as 4·S rounds of 2·S steps. Any other schedule is given as each worker's list of actions,
+and is a single round.
 """
 
 import bisect

@@ -1,8 +1,8 @@
-"""Predict one iteration of a plan: the discrete-event simulator that finally ranks plans.
+"""Predict one iteration of a plan by a discrete-event simulation.
 
-An iteration is pull → the schedule of every pipeline, 1F1B or given lists of actions → push →
-optimizer step, as the runtime does it. Pulls overlap with the warm-up bubble, pushes with the last
-backward and the cool-down bubble.
+An iteration is pull → the schedule of every pipeline (1F1B, or given lists of actions) → push →
+optimizer step, in the order in which the runtime runs it. Pulls overlap with the warm-up bubble,
+pushes with the last backward and the cool-down bubble.
 """
 
 import itertools
@@ -28,8 +28,9 @@ class Event:
     pipeline_index: int
     stage_index: int
     kind: str
-    """Compute is "F", "B" (or "I" and "W" if that is split) or "step"; a message to the next stage
-    "SF", to the previous "SB"; the exposed exchange "pull" or "push"."""
+    """Computation: "F", "B" (or "I" and "W" if backwards are split) or "step". A message to the
+    next stage is "SF", one to the previous stage "SB". Exchange that nothing hides: "pull",
+    "push"."""
     microbatch_index: int
     """The micro-batch; -1 for exchange and step, which belong to none."""
     start_s: float
@@ -55,9 +56,9 @@ class Simulation:
     """Seconds of the longest optimizer step of a stage. May be more than `exchange_s`: if that
     stage has ended before others, their backward hides part of its step."""
     bottleneck: str
-    """The limiting stage or exchange, in words."""
+    """The stage, or the exchange, that takes longest, in words."""
     events: tuple[Event, ...] = ()
-    """Everything that happened, if it was recorded."""
+    """All events; empty unless recorded."""
 
     @property
     def recompute_s(self) -> float:
@@ -213,8 +214,8 @@ def _alike(
     orders: Sequence[Orders | None],
 ) -> tuple[list[list[int]], list[int]]:
     """Return groups of pipelines that run alike on the same nodes, and each pipeline's group."""
-    # Rings follow the plan's order of ranks, which matters if links differ. With owner shares,
-    # each rank may own another share.
+    # The order of a ring is the plan's order of ranks, which matters if links differ. With owner
+    # shares, each rank may own another share.
     is_ordered = bool(cost.special_links) and not cost.layout.sharded
     is_ordered |= plan.owner_shares is not None
     kinds: dict[object, list[int]] = {}

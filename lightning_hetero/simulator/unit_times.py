@@ -1,15 +1,16 @@
 """Time the pull and the push of one unit: a layer, the embedding or the head.
 
-Cutting the layers wherever any pipeline cuts them gives segments: all layers of a segment have the
-same holders. Let f_q be the share of a unit that rank q owns, and S the shard of it that a rank
-holds. In a push the rank sends S·f_q to every owner q outside of its stage, and itself receives its
-own share from every other pipeline; a pull goes the same way back. A unit takes as long as the
-slower of both. If D pipelines own equal parts of what they hold, the default, f is 1/D for each of
-a shard group of D ranks, and both are equal. With owner shares f comes from `spread_ownership`;
-gradients of units that a rank owns but doesn't hold, it receives in addition (`foreign_s`).
+Segments are the layers between two neighbouring cuts, where a cut is any boundary between stages of
+any pipeline; so all layers of a segment have the same holders. Let f_q be the share of a unit that
+rank q owns, and S the shard of it that a rank holds. In a push the rank sends S·f_q to every owner
+q outside of its stage, and receives its own share from every other pipeline; a pull sends the same
+in the other direction. A unit takes as long as the slower of both. By default the D pipelines own
+equal parts of what they hold: f is 1/D for each of the D ranks of a shard group, and both are
+equal. With owner shares, f comes from `spread_ownership`; in addition a rank receives the gradients
+of units that it owns but doesn't hold (`foreign_s`).
 
-Prices are those of what `runtime.exchange` calls. If all holders of a segment have one TP degree,
-those of the same part form a shard group (`exchange.transfers.ShardGroup`):
+The seconds are those of what `runtime.exchange` calls. If all holders of a segment have one TP
+degree, those that hold the same part are a shard group (`exchange.transfers.ShardGroup`):
 
 - A pull is a ring all-gather of the shard group, and one of norms in each stage, if holders own
   about equal parts, use a collective (`are_collective`: AUTO on NCCL, or for many holders) and may
@@ -17,8 +18,8 @@ those of the same part form a shard group (`exchange.transfers.ShardGroup`):
 - A push of equal parts may be summed on each node first (BY_NODE), or be a ring reduce-scatter
   (REDUCE_SCATTER).
 
-All else is pairwise: messages, or an all-to-all, which NCCL makes of messages. Pieces are taken to
-be equal, where the runtime pads rows or, if that added more than an eighth, uses an all-to-all.
+All else is pairwise: messages, or an all-to-all, which NCCL makes of messages. Pieces are assumed
+to be equal; the runtime pads rows or, if that added more than an eighth, uses an all-to-all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +54,7 @@ class Segment:
     params_per_unit: int
     """Parameters of one unit."""
     stages: tuple[int, ...]
-    """For each pipeline the stage that holds them."""
+    """For each pipeline, the index of the stage that holds them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +100,7 @@ def cut_segments(layers: Sequence[Sequence[int]], model: ModelSpec) -> list[Segm
 
 
 class UnitTimes:
-    """Seconds to pull and push a unit if holders own equal parts, or each one all that it holds.
+    """Seconds to pull and push a unit if each of its holders owns an equal part, or all of it.
 
     Args:
         holders: The pipelines; those that are put together count as one, with the slowest links
@@ -142,7 +143,7 @@ class UnitTimes:
         return self._equal_s() if self.cost.layout.sharded else self._replicated_s()
 
     def _replicated_s(self) -> tuple[FloatArray, FloatArray]:
-        """Nothing is pulled; ring all-reduces, one for each part of a stage by the finest cut."""
+        """No pull; a push is one ring all-reduce for each part of a stage, at the finest cut."""
         num_bytes = self.params / self.degrees.min(axis=0) * self.cost.layout.pushed_bytes
         push = []
         for segment, size in zip(self.segments, num_bytes.tolist(), strict=True):
@@ -180,10 +181,10 @@ class UnitTimes:
         return pull, push
 
     def _stage_gathers_s(self) -> FloatArray:
-        """Return [D, G] seconds in which stages gather what all of their ranks hold.
+        """Return [D, G] seconds in which stages gather what all of their ranks hold, such as norms.
 
-        Such as norms: ranks with the same part of a stage exchange it, so each gets only a part of
-        them. Ranks of a stage are assumed to be on one node.
+        Ranks with the same part of a stage exchange norms, too, so each gets only a part of them.
+        The ranks of a stage are assumed to be on one node.
         """
         in_layer, outside = self.cost.model.whole_params_per_layer, self.cost.model.norm_params
         whole = [in_layer if segment.is_layers else outside for segment in self.segments]
@@ -266,7 +267,7 @@ class OwnedTimes:
         return found, idle
 
     def _between_s(self, width: float) -> FloatArray:
-        """Return [D, G] seconds between a stage's ranks and owners, with values of some bytes."""
+        """Return [D, G] seconds between a stage's ranks and owners, at `width` bytes a value."""
         cost, nodes, own = self._cost, self._equal.nodes, self._own
         sends = Peers(cost, nodes, self._shares, own, self._own_nodes)
         owners = Peers(cost, nodes, self._owners, (own > 0).astype(float), self._own_nodes)

@@ -23,8 +23,7 @@ from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange.neighbours import deal_pieces
 from lightning_hetero.exchange.transfers import TransferTable
-from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.pace import Pace, deal
+from lightning_hetero.planner.pace import Pace, balance_layers, deal
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from lightning_hetero.straggler.events import Finding, FindingKind, normalise_pair
 

@@ -51,20 +51,23 @@ class OperationTrace:
         missing = [name for name in _NEEDED if name not in columns]
         if missing:
             raise ConfigurationError(
-                f"The trace has no column {', '.join(missing)}. It has {', '.join(columns)}; "
-                f"an operation trace needs {', '.join(_NEEDED)}."
+                f"The trace has no column {', '.join(missing)}. It has "
+                f"{', '.join(columns) or 'none'}; an operation trace needs {', '.join(_NEEDED)}."
             )
         if not len(columns["step"]):
             raise ConfigurationError("The trace holds no operation.")
-        start = np.asarray(columns["start_ts"], float)
-        end = start + np.asarray(columns["duration"], float)
+        start = _numbers(columns, "start_ts", float)
+        end = start + _numbers(columns, "duration", float)
         if not np.isfinite(end).all() or (end < start).any():
             raise ConfigurationError("A start or duration in the trace is negative or not finite.")
         step, rank, pipeline, stage, microbatch = (
-            np.asarray(columns[name], np.int64) for name in (*_NEEDED[:4], "mb_id")
+            _numbers(columns, name, np.int64) for name in (*_NEEDED[:4], "mb_id")
         )
         chunk = np.maximum(np.asarray(columns.get("mc", np.zeros(len(start))), np.int64), 0)
         kinds, kind = np.unique(np.asarray(columns["optype"], str), return_inverse=True)
+        # Where each pipeline is one rank, its stages send nothing.
+        has_stages = len(np.unique(stage)) > 1 and len(np.unique(rank)) > len(np.unique(pipeline))
+        _check_kinds(set(map(str, kinds)), has_stages=has_stages)
         order = np.lexsort((end, start, rank, step))
         return cls(
             step=np.unique(step, return_inverse=True)[1][order],
@@ -87,6 +90,31 @@ class OperationTrace:
         return np.isin(self.kind, [i for i, kind in enumerate(self.kinds) if kind in kinds])
 
 
+def _numbers(columns: dict[str, Any], name: str, dtype: Any) -> Any:
+    try:
+        return np.asarray(columns[name], dtype)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationError(f"Column {name} holds something that is no number.") from error
+
+
+def _check_kinds(kinds: set[str], *, has_stages: bool) -> None:
+    """Refuse a trace in which waiting can't be told from the work of others.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
+    needed = {"forward-compute"}
+    if has_stages:
+        needed |= {"forward-send", "forward-recv"}
+        if "backward-compute" in kinds:
+            needed |= {"backward-send", "backward-recv"}
+    if not needed <= kinds:
+        raise ConfigurationError(
+            f"The trace has no {' and no '.join(sorted(needed - kinds))}, without which nobody can "
+            f"say who waited for whom. It has {', '.join(sorted(kinds))}."
+        )
+
+
 def grouped(*keys: IntArray) -> IntArray:
     """Return a number for each combination of keys, from 0."""
     number = np.zeros(len(keys[0]), np.int64)
@@ -107,6 +135,10 @@ class Layout:
     """Layers of each stage."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """The node of each rank."""
+
+    def __post_init__(self) -> None:
+        if self.tp_size < 1:
+            raise ConfigurationError(f"tp_size is {self.tp_size}; it must be 1 or more.")
 
     @classmethod
     def from_dict(cls, entry: object) -> "Layout":
@@ -163,8 +195,11 @@ def _json_lines(path: Path) -> dict[str, Any]:
         gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file,
         contextlib.suppress(EOFError),
     ):
-        for line in file:
+        for number, line in enumerate(file, 1):
             if line.strip():
-                rows.append(json.loads(line))
+                try:
+                    rows.append(json.loads(line))
+                except ValueError as error:
+                    raise ConfigurationError(f"Line {number} is no JSON: {error}") from error
     names = [name for name in (*_NEEDED, "mc") if rows and name in rows[0]]
     return {name: [row[name] for row in rows] for name in names}

@@ -37,7 +37,9 @@ _STANDARD_ERRORS = 4.0
 _VARIED = 0.1
 """Micro-batches differ in length if the median difference of their costs is above this share."""
 _PAUSE, _PAUSED_GAP = 1.5, 0.25
-"""A rest above this factor is a pause, and so is a gap longer than this share of a forward."""
+"""A rest above this factor is a pause, and a gap longer than this share of a forward's time."""
+_FEW = 4
+"""So few operations of a rank in a step may all have had a pause."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,6 +172,7 @@ class _Parts:
         self._pause_s[pauses], self.base_s[pauses] = own[pauses], 0.0
         usual_s = self.base_s * self._stage * self._lengths * self._rank * self._link
         self._rest = np.divide(own, usual_s, out=np.ones(len(own)), where=usual_s > 0)
+        self._find_slow_steps(ops)
         self._paused = np.zeros(len(own), bool)
         self._paused[ops] = self._rest[ops] > _PAUSE
         place = grouped(trace.kind, trace.stage)
@@ -177,6 +180,15 @@ class _Parts:
         self.usual_gap_s[:count] = _low_median(replay.gap_s[:count], place)[place]
         least_s = _PAUSED_GAP * float(np.median(own[ops])) if len(ops) else np.inf
         self._paused_gap = replay.gap_s - self.usual_gap_s > least_s
+
+    def _find_slow_steps(self, ops: IntArray) -> None:
+        """Give a rank what is slow through all of a step: a pause is of few operations."""
+        trace = self._replay.trace
+        group = grouped(trace.step[ops], trace.rank[ops])
+        slow = _low_median(self._rest[ops], group)
+        slow[(slow < _PAUSE) | (np.bincount(group) <= _FEW)] = 1.0
+        self._rank[ops] *= slow[group]
+        self._rest[ops] /= slow[group]
 
     def _compare_links(self) -> None:
         """Set the factors of links that are slower than other links."""

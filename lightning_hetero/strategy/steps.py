@@ -162,6 +162,11 @@ _UNUSED = (
     "have one stage."
 )
 
+_NOT_SET = (
+    "If that is an attribute which a layer sets in its forward: only the stage that runs the layer "
+    "has it. Return it from the layer, or use a plan whose pipelines have one stage."
+)
+
 
 @contextmanager
 def explained(
@@ -186,6 +191,8 @@ def explained(
             error.add_note(_INDEX)
         if "appears to not have been used in the graph" in str(error):
             error.add_note(_UNUSED)
+        if isinstance(error, TypeError) and "NoneType" in str(error):
+            error.add_note(_NOT_SET)
         # Entered only after an error, since each would cost every iteration some microseconds.
         explaining = memory.explaining(trains=trains)
         with watching(), explaining, explain_dtypes():

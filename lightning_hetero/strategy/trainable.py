@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 
 import lightning.pytorch as pl
 import torch.distributed as dist
-from lightning.pytorch.callbacks import Callback, ModelPruning
+from lightning.pytorch.callbacks import Callback, ModelPruning, ThroughputMonitor
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
@@ -79,6 +80,11 @@ def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -
         raise ConfigurationError(
             "ModelPruning masks whole parameters, but each rank has slices of them. Leave it out, "
             "and prune after a run with HeteroStrategy(whole_after_run=True)."
+        )
+    if any(isinstance(callback, ThroughputMonitor) for callback in callbacks):
+        rank_zero_warn(
+            "ThroughputMonitor takes each rank for a copy of the model with samples of its own. "
+            "Where ranks share a pipeline, its rates are too high. RunMetrics logs the run's."
         )
 
 

@@ -69,8 +69,9 @@ def test_json_holds_what_the_tables_say_and_nothing_it_is_compared_with_is_faste
     assert captured.err == ""
     found = json.loads(captured.out)
     written = ParallelPlan.from_dict(found["plan"])
-    num_microbatches = sum(pipeline.num_microbatches for pipeline in written.pipelines)
-    assert num_microbatches * found["micro_batch_size"] == 32
+    usual = found["micro_batch_size"]
+    sizes = [(p.num_microbatches, p.microbatch_size or usual) for p in written.pipelines]
+    assert sum(number * size for number, size in sizes) == 32
     for stage in found["stages"]:
         terms = [stage[f"{term}_bytes"] for term in MemoryTerms._fields]
         assert sum(terms) == pytest.approx(stage["memory_bytes"], abs=len(terms))

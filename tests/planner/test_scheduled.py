@@ -8,8 +8,8 @@ from lightning_hetero.core.actions import ActionKind
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.balancing import without_chunks
 from lightning_hetero.planner.contingency import PlanBasis, PlanningTask
+from lightning_hetero.planner.placement import without_chunks
 from lightning_hetero.planner.result import PlanningResult
 from lightning_hetero.planner.scheduled import Scheduled, _problem, simulate_scheduled
 from lightning_hetero.planner.workload import PlanningOptions, Workload

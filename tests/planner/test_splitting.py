@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_hetero.planner.balancing import balance_layers
-from lightning_hetero.planner.pace import Pace, deal, finish_1f1b_s, steady_round_s
+from lightning_hetero.planner.pace import Pace, balance_layers, deal, finish_1f1b_s, steady_round_s
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from tests.planner.every_plan import splits
 

@@ -25,6 +25,8 @@ class Planted:
     lengths: float = 0.0
     """Standard deviation of the logarithm of micro-batches' costs."""
     slow_rank: tuple[int, float] | None = None
+    slow_from: int = 0
+    """The step from which it is slow."""
     slow_link: tuple[int, int, float] | None = None
     """Pipeline, lower stage, factor."""
     pause_s: float = 0.0
@@ -139,7 +141,8 @@ class Planted:
         # The work of all stages together stays the same.
         parts = self.num_stages * self.num_chunks
         seconds *= (self.heavy_last if last else 1.0) * parts / (parts - 1 + self.heavy_last)
-        if self.slow_rank and self.slow_rank[0] == pipeline * self.num_stages + stage:
+        is_slow = self.slow_rank and step >= self.slow_from
+        if is_slow and self.slow_rank[0] == pipeline * self.num_stages + stage:
             seconds *= self.slow_rank[1]
         pause_s = self.pause_s if self.rng.random() < self.pause_rate else 0.0
         if not self.are_pauses_rows:

@@ -1,16 +1,20 @@
 """What can't train as on one device is refused, with what to do instead."""
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import ModelPruning, ThroughputMonitor
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, ModelError
 from lightning_hetero.runtime.ranks.communicators import check_queues
+from lightning_hetero.strategy.steps import explained
+from lightning_hetero.strategy.trainable import check_trainable
 from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
@@ -35,6 +39,23 @@ def test_a_callback_that_masks_whole_parameters_is_refused() -> None:
     trainer = L.Trainer(**quiet(callbacks=[pruning]), strategy=HeteroStrategy(), devices=1)
     with pytest.raises(ConfigurationError, match="ModelPruning masks whole parameters"):
         trainer.fit(ToyModule(ToyOptions()), loader(4, 2))
+
+
+def test_a_callback_that_counts_ranks_as_copies_is_warned_of() -> None:
+    monitor = ThroughputMonitor(batch_size_fn=len)
+    with pytest.warns(UserWarning, match="ThroughputMonitor takes each rank for a copy"):
+        check_trainable(ToyModule(ToyOptions()), [monitor])
+
+
+def test_an_attribute_that_only_another_stage_sets_is_explained() -> None:
+    memory: Any = SimpleNamespace(explaining=lambda **_: nullcontext())
+    nothing: Any = nullcontext
+    with (
+        pytest.raises(TypeError) as caught,
+        explained(nothing, memory, nothing, trains=False),
+    ):
+        sum([None])  # type: ignore[list-item]
+    assert "only the stage that runs the layer" in caught.value.__notes__[0]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,7 @@ from lightning_hetero.assign.pipeline_cost import NEVER_RECOMPUTED, PipelineCost
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.core.profile import TimeFit
-from lightning_hetero.planner.balancing import without_chunks
+from lightning_hetero.planner.placement import without_chunks
 from lightning_hetero.simulator import CostModel, StageShape
 
 __all__ = ["PipelineRoom", "plan_costs", "util_len", "with_budgets"]

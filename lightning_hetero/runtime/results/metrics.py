@@ -156,6 +156,10 @@ class StepMetrics:
             vars(metric)[_ALIKE] = False
         return self._is_last
 
+    def is_called(self, metric: Metric) -> bool:
+        """Return whether a step of this iteration has called the metric, not only updated it."""
+        return id(metric) in self._calls
+
     def set_step_value(self, metric: Metric) -> None:
         """Let the metric's last value be that of the whole iteration; collective."""
         alone = metric.clone()

@@ -138,7 +138,7 @@ class StepLogs:
             check_known(getattr(value, "metric_state", value) if is_metric else value, told)
             if value is summed is not None and entry.reduction == "mean":
                 entry = LogEntry(entry.name, entry.options, None, "sum")
-            number = torch.zeros(()) if is_metric else value
+            number = self._metrics.is_called(value) if is_metric and self._metrics else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
             own = weight.new_tensor(float(batch_size)) if batch_size else weight
             logged = _Logged(number.reshape(()), own, batch_size)
@@ -178,9 +178,13 @@ class StepLogs:
             options["batch_size"] = _batch_size_of(sizes.sum(), max(batch_size, 1))
             value: Any = _combined(entry.reduction, values, weights).float()
             if entry.metric is not None:
+                is_called = bool(value)
                 value = self._module.get_submodule(entry.metric)
                 if self._metrics is not None and self._is_of_step(options):
-                    self._metrics.set_step_value(value)
+                    # A metric that is only updated has no value for a step, as in Lightning.
+                    value._forward_cache = None
+                    if is_called:
+                        self._metrics.set_step_value(value)
             else:
                 options.update(sync_dist=True, sync_dist_group=ALREADY_REDUCED)
             self._log(entry.name, value, **options)

@@ -29,7 +29,7 @@ from lightning_hetero.runtime.setup.products import KeptProducts
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import LayerCall, hidden_output
 from lightning_hetero.runtime.stage.rehearsal import describe_call
-from lightning_hetero.runtime.stage.side_tensors import SideTensors, num_recorded, refuse_pieces
+from lightning_hetero.runtime.stage.side_tensors import SideTensors, refuse_pieces
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import check_known
 
@@ -106,6 +106,9 @@ class StageBoundary:
         try:
             with current.reads or _UNWATCHED:
                 output = step(microbatch)
+        except AttributeError as error:
+            self._sides.explain(error, current.layers)
+            raise
         finally:
             self._current = None
         if not current.is_free:
@@ -229,7 +232,7 @@ class StageBoundary:
     def _run(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Run a layer, and note what it returns for later stages."""
         current.begin_layer(call.index)
-        before = {} if current.is_last_stage else num_recorded()
+        before = None if current.is_last_stage else self._sides.before(call.index)
         given = None
         if call.index == 0 and current.has_stages:
             given = call.given[self._hidden_argument(current, call)]
@@ -246,7 +249,7 @@ class StageBoundary:
         cuts = self._group is not None and self._group.cuts_tokens()
         if cuts:
             refuse_pieces(call, output)
-        if not current.is_last_stage and len(current.handed_on.left) == call.index:
+        if before is not None and len(current.handed_on.left) == call.index:
             # The shape of the whole, since other stages may cut tokens differently, or not at all.
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
             self._sides.note(before, call, output, form, current.handed_on)

@@ -6,28 +6,29 @@ state, and their gradients travel back. Stages that skip the layer rebuild the s
 unknown tensor for the hidden state. Outputs of submodules that a Hugging Face model records travel,
 too, if they are smaller than the hidden state; larger ones are unknown on later stages.
 
-Nothing else travels, so a use of anything else must be an error. Tensors with gradients that a
-layer keeps as attributes are unknown on stages that skip the layer; tensors in lists and dicts are
-refused; hooks inside a skipped layer get unknown tensors.
+Nothing else travels, so the use of anything else must not go unnoticed. Tensors and numbers that a
+layer keeps as attributes are unknown on stages that skip the layer: those with gradients, and those
+that each pass replaces, unlike caches. Tensors with gradients in lists and dicts are refused; hooks
+inside a skipped layer get unknown tensors.
 """
 
 import io
 import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_hetero.core.errors import ModelError
+from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
 from lightning_hetero.runtime.stage.recomputation import LayerCall, hidden_output
 from lightning_hetero.runtime.unknown import Origin, Unknown, tensors_in
 
-__all__ = ["SideTensors", "num_recorded", "refuse_pieces"]
+__all__ = ["SideTensors", "refuse_pieces"]
 
 _ONE_STAGE = "or use a plan whose pipelines have one stage."
 _OF_HIDDEN = (
@@ -38,7 +39,7 @@ _OF_SIDE = (
     "Another stage computes it, and it is too large to travel beside the hidden state, or no plain "
     f"data. Return less, such as a mean, {_ONE_STAGE}"
 )
-_OF_KEPT = f"Return it from the layer, or detach it if it is for show, {_ONE_STAGE}"
+_OF_KEPT = f"Return it from the layer, {_ONE_STAGE}"
 _HIDDEN = ""
 """Name of the hidden state in the description of an output, where arguments have their own
 names."""
@@ -48,6 +49,17 @@ _HARMLESS = ("torch.", _RECORDER)
 """Prefixes of modules whose hooks are allowed: they compute weights, or record what travels."""
 _PLAIN = frozenset((bool, str, int, float, type(None), torch.dtype, torch.device))
 _TORCHS_OWN = frozenset(vars(nn.Module()))
+_MOST_LOOKS = 16
+"""Passes of a layer in which it is looked for what they replace: those of the check, and more."""
+
+
+class _Before(NamedTuple):
+    """What is known of a layer before it runs."""
+
+    num_recorded: dict[str, int]
+    """How many outputs a Hugging Face model has recorded so far in this pass, by kind."""
+    kept: dict[tuple[int, str], Any]
+    """Tensors and numbers in attributes of the layer's parts."""
 
 
 class SideTensors:
@@ -70,11 +82,27 @@ class SideTensors:
         ]
         self._hooks_alone = [[hooks for _, hooks in pairs] for pairs in self._hooks]
         self._kept: dict[int, list[tuple[int, str]]] = {}
-        """For each layer that has run with gradients, the attributes in which it keeps tensors."""
+        """For each layer that has run with gradients, the attributes in which it keeps something
+        that each pass makes anew."""
+        self._num_looks = [0] * len(self._parts)
+        """In how many passes of each layer it was looked for what the pass replaces."""
+
+    def before(self, index: int) -> "_Before":
+        """Look at a layer before it runs."""
+        kept = {}
+        if self._num_looks[index] < _MOST_LOOKS:
+            self._num_looks[index] += 1
+            kept = {
+                (place, name): value
+                for place, part in enumerate(self._parts[index])
+                for name, value in vars(part).items()
+                if isinstance(value, (Tensor, float)) and not _is_of_torch(part, name)
+            }
+        return _Before({key: len(items) for key, items in _recorded().items()}, kept)
 
     def note(
         self,
-        before: Mapping[str, int],
+        before: "_Before",
         call: LayerCall,
         output: Any,
         whole: Tensor,
@@ -83,7 +111,7 @@ class SideTensors:
         """Add to a handover what a layer has returned and recorded, with its tensors.
 
         Args:
-            before: The result of `num_recorded` before the layer ran.
+            before: What the method `before` returned.
             call: The layer's call.
             output: What it returned.
             whole: Its whole hidden state; only smaller records travel.
@@ -92,18 +120,23 @@ class SideTensors:
         Raises:
             ModelError: The layer keeps tensors with gradients in lists or dicts.
         """
+        parts = self._parts[call.index]
         if whole.requires_grad and call.index not in self._kept:
-            self._kept[call.index] = [*_kept_in(call.index, self._parts[call.index])]
+            self._kept[call.index] = [*_kept_in(call.index, parts)]
+        attributes = self._kept.get(call.index, [])
+        attributes += [key for key in _replaced(before.kept, parts) if key not in attributes]
         kept = []
-        for place, name in self._kept.get(call.index, ()):
-            tensor = getattr(self._parts[call.index][place], name)
-            if isinstance(tensor, Tensor):
-                kept.append((place, name, tuple(tensor.shape), tensor.dtype))
+        for place, name in attributes:
+            value = getattr(parts[place], name)
+            if isinstance(value, (Tensor, float)):
+                dtype = value.dtype if isinstance(value, Tensor) else torch.float32
+                kept.append((place, name, _shape(value), dtype))
         handover.tensors[:1] = [whole]
         handover.forms.append((tuple(whole.shape), whole.dtype))
         records = {}
         for key, items in _recorded().items():
-            added = [_dump(item, handover.tensors) for item in items[before.get(key, 0) :]]
+            new = items[before.num_recorded.get(key, 0) :]
+            added = [_dump(item, handover.tensors) for item in new]
             records.update({key: added} if added else {})
         returned = None
         if type(output) is not Tensor:
@@ -148,6 +181,19 @@ class SideTensors:
             returned.append(_load(item, handover.tensors, origin, known))
         return tuple(returned)
 
+    def explain(self, error: AttributeError, run_here: range) -> None:
+        """Refuse by name a step that reads what a layer keeps which doesn't run here.
+
+        Raises:
+            StepError: It does.
+        """
+        for index, parts in enumerate(self._parts):
+            if index not in run_here and any(part is error.obj for part in parts):
+                raise StepError(
+                    f"The step needs what layer {index} keeps in {error.name!r}, and another stage "
+                    f"computes it. {_OF_KEPT}"
+                ) from error
+
     def _show_hooks(self, index: int) -> None:
         """Call the hooks inside a skipped layer with unknown tensors."""
         if not any(self._hooks_alone[index]):
@@ -169,11 +215,6 @@ class SideTensors:
                 ) from error
 
 
-def num_recorded() -> dict[str, int]:
-    """Return how many outputs of each kind a Hugging Face model has recorded in this pass."""
-    return {key: len(items) for key, items in _recorded().items()}
-
-
 def refuse_pieces(call: LayerCall, output: Any) -> None:
     """Refuse side tensors under sequence parallelism: each rank has those of its tokens only."""
     given = set(map(id, call.given.values()))
@@ -193,10 +234,7 @@ def _kept_in(index: int, parts: Sequence[nn.Module]) -> Iterator[tuple[int, str]
     """
     for place, part in enumerate(parts):
         for name, value in vars(part).items():
-            # A weight that e.g. `weight_norm` computes belongs to parameters whose names begin with
-            # its own.
-            is_weight = any(key.startswith(f"{name}_") for key in part._parameters)
-            tensors = () if name in _TORCHS_OWN or is_weight else tensors_in(value)
+            tensors = () if _is_of_torch(part, name) else tensors_in(value)
             if not any(tensor.grad_fn is not None for tensor in tensors):
                 continue
             if not isinstance(value, Tensor):
@@ -205,6 +243,32 @@ def _kept_in(index: int, parts: Sequence[nn.Module]) -> Iterator[tuple[int, str]
                     f"{type(part).__name__}, where later stages don't find them. {_OF_KEPT}"
                 )
             yield place, name
+
+
+def _replaced(
+    before: Mapping[tuple[int, str], Any], parts: Sequence[nn.Module]
+) -> Iterator[tuple[int, str]]:
+    """Yield the attributes that a layer has replaced by ones like them.
+
+    A cache isn't replaced, or by one of another shape.
+    """
+    for (place, name), old in before.items():
+        new = getattr(parts[place], name, old)
+        is_like = isinstance(new, (Tensor, float)) and _shape(new) == _shape(old)
+        if new is not old and is_like:
+            yield place, name
+
+
+def _shape(value: Tensor | float) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
+
+
+def _is_of_torch(part: nn.Module, name: str) -> bool:
+    """Whether an attribute is `nn.Module`'s own, or a weight that `weight_norm` and its like make.
+
+    Such a weight has parameters named after it.
+    """
+    return name in _TORCHS_OWN or any(key.startswith(f"{name}_") for key in part._parameters)
 
 
 def _recorded() -> dict[str, list[Any]]:

@@ -232,9 +232,8 @@ def find_regions(root: nn.Module, layout: ModelLayout, cuts: ModelCuts) -> dict[
     """Return the regions by name.
 
     Raises:
-        ModelError: A sharded module of a layer is in no region, or a region has whole weights,
-        whose
-            gradients would be counted once for each rank.
+        ModelError: A sharded module of a layer is in no region; or a region has whole weights,
+            whose gradients would be counted once for each rank.
     """
     name = layout.layers_name
     inner = [i for i in cuts.modules if name is not None and i.name.startswith(f"{name}.")]

@@ -35,6 +35,7 @@ class Measured(TinyModule):
         self.highest = MaxMetric()
         self.first_logits = CatMetric()
         self.of_steps = MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100)
+        self.only_updated = MeanMetric()
         self.several = MetricCollection(
             {
                 "accuracy": MulticlassAccuracy(VOCABULARY, average="micro", ignore_index=-100),
@@ -47,7 +48,9 @@ class Measured(TinyModule):
         ids, labels = batch
         logits = self.model(ids)
         self.of_steps(logits.flatten(0, 1), labels.flatten())
+        self.only_updated.update(logits)
         self.log("of_steps", self.of_steps, on_step=True, on_epoch=True)
+        self.log("only_updated", self.only_updated, on_step=True, on_epoch=True)
         return self.loss(logits, labels)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:

@@ -16,6 +16,9 @@ from tests.toy import VOCABULARY
 WIDTH, NUM_TOKENS = 8, 8
 
 
+SHOWN = ("shown", "number", "made in forward")
+
+
 class HandingLayer(nn.Module):
     """Changes width, tokens or dtype of the hidden state, as its kind says."""
 
@@ -25,13 +28,17 @@ class HandingLayer(nn.Module):
         self.linear = nn.Linear(widths[index], widths[index + 1])
         self.kind, self.index = kind, index
         self.kept: list[Tensor] = []
+        self.cache: Tensor | None = None
+        if kind in ("shown", "number"):
+            self.shown = torch.zeros(()) if kind == "shown" else 0.0
         if kind == "looked into":
             self.linear.register_forward_hook(lambda *args: float(args[-1].detach().sum()) and None)
 
     def forward(self, x: Tensor, scale: Tensor, rest: Any = None) -> Any:
         y = torch.tanh(self.linear(x)) * scale
-        if self.kind == "listed":
-            self.kept[:] = [y.mean()]
+        self._keep(y)
+        if self.kind == "cached":
+            y = y * self.cache
         if self.kind == "named":
             return {"hidden": y}
         if self.kind == "nested":
@@ -52,6 +59,14 @@ class HandingLayer(nn.Module):
         if self.kind == "dtype":
             return y.bfloat16() if self.index == 0 else y
         return y
+
+    def _keep(self, y: Tensor) -> None:
+        if self.kind == "listed":
+            self.kept[:] = [y.mean()]
+        if self.kind in SHOWN:
+            self.shown = y.mean().item() if self.kind == "number" else y.detach().mean()
+        if self.kind == "cached" and self.cache is None:
+            self.cache = torch.ones(y.shape[1], 1)
 
 
 class Regression(Compared):
@@ -100,6 +115,8 @@ class HandsOn(Regression):
         logits = self.head(x.float()).mean(1)
         if self.kind == "listed":
             found = [layer.kept[0] for layer in self.layers]
+        if self.kind in SHOWN:
+            self.log("shown", sum(layer.shown for layer in self.layers))
         return F.mse_loss(logits, batch[1]) + 0.1 * sum(found)
 
 

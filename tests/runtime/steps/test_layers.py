@@ -37,6 +37,7 @@ def test_layers_may_change_shape_and_dtype_of_the_hidden_state(pool: ProcessPool
     check(pool, kinds, STAGES, THREE, rtol=1e-5, **how)
     check(pool, of(HandsOn, "dtype"), STAGES, THREE, rtol=1e-2, **how)
     check(pool, of(Catches, "plain"), STAGES, rtol=1e-5, **how)
+    check(pool, of(HandsOn, "cached"), STAGES, rtol=1e-5, later=TURNED, **how)
 
 
 UNFIT = {
@@ -44,6 +45,9 @@ UNFIT = {
     "nested": "enable_nested_tensor=False",
     "listed": "Layer 0 keeps tensors with gradients in 'kept'",
     "looked into": "hooks inside it see unknown tensors",
+    "shown": "logged as 'shown' needs what layer 0 keeps in 'shown'",
+    "number": "logged as 'shown' needs what layer 0 keeps in 'shown'",
+    "made in forward": "needs what layer 0 keeps in 'shown'",
 }
 
 
