@@ -201,9 +201,10 @@ class Committer:
             self._lasting.reach(task.id)
         why = " ".join(self._lasting.reasons)
         self._offer(part, task.uploaded, statuses)
-        self._peers.do(partial(self._tidy, task.id), may_fail=True)
-        # By the clock of rank 0, so that all ranks decide the same.
-        self._judge(self._peers.gather(self._lasting.waited_s)[0])
+        tidy = partial(self._tidy, task.id)
+        _, statuses = self._peers.do(tidy, self._tell_waited, may_fail=True)
+        # By the clock of rank 0, so that all ranks judge alike.
+        self._judge(statuses[0].get("waited_s", 0.0))
         if not is_whole:
             error = CheckpointError(f"Not all parts of {task.id} were stored. {why}")
             if self._rank == 0:
@@ -290,6 +291,9 @@ class Committer:
                 # Stores raise their client library's own types.
                 _log.warning("Couldn't tidy up %s: %s", tier, error)
             progress.tick()
+
+    def _tell_waited(self, _: None) -> dict[str, Any]:
+        return {"waited_s": self._lasting.waited_s}
 
     def _judge(self, waited_s: float) -> None:
         """Set `overdue` if all lasting tiers have failed for too long."""
