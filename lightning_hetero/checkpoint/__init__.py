@@ -3,9 +3,9 @@
 In the order of a checkpoint's journey: `content`, `encoding`, `manifest` (the files of a part);
 `store`, `tiers`, `claims` (where they are kept, and who may write there); `serving`, `statuses`,
 `deadlines` (what ranks send and tell each other, and waits that end); `writer`, `snapshot`,
-`commit` (from a rank's state into all tiers); `inventory`, `fetching`, `assembly` (onto any set of
-ranks: `from_files`, or `live` from what ranks still hold in memory); `inspection` (outside of
-training); `notices` (a machine is about to go).
+`commit`, `lasting` (from a rank's state into all tiers); `inventory`, `fetching`, `assembly` (onto
+any set of ranks: `from_files`, or `live` from what ranks still hold in memory); `inspection`
+(outside of training); `notices` (a machine is about to go).
 """
 
 from lightning_hetero.checkpoint.commit import WriterOptions

@@ -14,8 +14,6 @@ checkpoint.
 """
 
 import logging
-import time
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -23,6 +21,7 @@ from functools import partial
 from typing import Any
 
 from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
+from lightning_hetero.checkpoint.lasting import Lasting
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.serving import PeerFiles
 from lightning_hetero.checkpoint.snapshot import Snapshot
@@ -35,17 +34,17 @@ from lightning_hetero.checkpoint.tiers import (
     confirm,
     copy_part,
     own_stores,
+    place_replicas,
     pull_part,
     remove_checkpoints,
     write_part,
 )
-from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 
-__all__ = ["Committer", "SaveTask", "WriterOptions", "place_replicas"]
+__all__ = ["Committer", "SaveTask", "WriterOptions"]
 
 _log = logging.getLogger(__name__)
-_NUM_REASONS = 8
 _Statuses = Sequence[Mapping[str, Any]]
 
 
@@ -71,39 +70,6 @@ class SaveTask:
     metadata: Mapping[str, bytes]
     leaving: frozenset[str]
     uploaded: "Future[bool]" = field(default_factory=Future)
-
-
-@dataclass
-class _Lasting:
-    """Measures for how long no lasting tier has taken a checkpoint that was begun."""
-
-    begun: CheckpointId | None = None
-    """The newest checkpoint that was begun."""
-    newest: CheckpointId | None = None
-    """The newest checkpoint of which a lasting tier has all ranks' parts."""
-    since_s: float | None = None
-    """Since when a checkpoint has been missing in lasting tiers; None if none is."""
-    reasons: "deque[str]" = field(default_factory=lambda: deque(maxlen=_NUM_REASONS))
-    """The last failures since a lasting tier took a checkpoint."""
-
-    def begin(self, checkpoint: CheckpointId) -> None:
-        self.begun = checkpoint
-        if self.since_s is None:
-            self.since_s = time.monotonic()
-
-    def reach(self, checkpoint: CheckpointId) -> None:
-        if self.newest is None or checkpoint > self.newest:
-            self.newest = checkpoint
-            self.since_s = None if checkpoint == self.begun else time.monotonic()
-            self.reasons.clear()
-
-    def note(self, *reasons: str) -> None:
-        self.reasons.extend(text for text in reasons if text not in self.reasons)
-
-    @property
-    def waited_s(self) -> float:
-        since_s = self.since_s
-        return 0.0 if since_s is None else time.monotonic() - since_s
 
 
 class Committer:
@@ -143,7 +109,7 @@ class Committer:
         self._deferred: tuple[StoredPart, Future[bool]] | None = None
         self._uploading: list[CheckpointId] = []
         self._lost_peer: Exception | None = None
-        self._lasting = _Lasting()
+        self._lasting = Lasting()
         self._whole: CheckpointId | None = None
         """The newest checkpoint of which the nodes' own tiers together have all parts."""
         self._sound: dict[TierKind, CheckpointId] = {}
@@ -419,32 +385,3 @@ def _sound_kinds(statuses: _Statuses) -> list[TierKind]:
         for kind in kinds
         if all(kind in status["written"] for status in statuses if kind in status["has"])
     )
-
-
-def place_replicas(
-    node_of_rank: Sequence[str], *, replicas: int, leaving: Collection[str] = ()
-) -> tuple[tuple[int, ...], ...]:
-    """Return for each rank the ranks of other nodes that keep a copy of its part.
-
-    Nodes form a ring, and each node gives its parts to the nodes that follow it. So if two nodes
-    are lost at once, parts are lost only if the two are neighbours in the ring; if copies were
-    spread over all nodes, the loss of any two nodes would lose some. Nodes that are `leaving` get
-    no copies, and their own parts get at least one. There are fewer copies if there are too few
-    nodes.
-
-    Args:
-        node_of_rank: Name of each rank's node.
-        replicas: Nodes that are to hold each part, its own included.
-        leaving: Nodes that are about to be lost.
-    """
-    if replicas < 1:
-        raise ConfigurationError(f"replicas is {replicas}; it must be 1 (no copies) or more.")
-    nodes = list(dict.fromkeys(node_of_rank))
-    ranks_of = {n: [rank for rank, own in enumerate(node_of_rank) if own == n] for n in nodes}
-    targets = []
-    for rank, node in enumerate(node_of_rank):
-        index = nodes.index(node)
-        ring = [other for other in nodes[index + 1 :] + nodes[:index] if other not in leaving]
-        chosen = ring[: max(replicas - 1, int(node in leaving))]
-        targets.append(tuple(ranks_of[n][rank % len(ranks_of[n])] for n in chosen))
-    return tuple(targets)

@@ -45,6 +45,7 @@ __all__ = [
     "confirm",
     "copy_part",
     "own_stores",
+    "place_replicas",
     "pull_part",
     "read_manifest",
     "remove_checkpoints",
@@ -330,3 +331,32 @@ def confirm(tier: Tier, checkpoint: CheckpointId, busy: Collection[CheckpointId]
         oldest = [*confirmed, checkpoint][-tier.keep]
         gone = [item for item in older if item < oldest and item not in busy]
         remove_checkpoints(tier.store, files, gone)
+
+
+def place_replicas(
+    node_of_rank: Sequence[str], *, replicas: int, leaving: Collection[str] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Return for each rank the ranks of other nodes that keep a copy of its part.
+
+    Nodes form a ring, and each node gives its parts to the nodes that follow it. So if two nodes
+    are lost at once, parts are lost only if the two are neighbours in the ring; if copies were
+    spread over all nodes, the loss of any two nodes would lose some. Nodes that are `leaving` get
+    no copies, and their own parts get at least one. There are fewer copies if there are too few
+    nodes.
+
+    Args:
+        node_of_rank: Name of each rank's node.
+        replicas: Nodes that are to hold each part, its own included.
+        leaving: Nodes that are about to be lost.
+    """
+    if replicas < 1:
+        raise ConfigurationError(f"replicas is {replicas}; it must be 1 (no copies) or more.")
+    nodes = list(dict.fromkeys(node_of_rank))
+    ranks_of = {n: [rank for rank, own in enumerate(node_of_rank) if own == n] for n in nodes}
+    targets = []
+    for rank, node in enumerate(node_of_rank):
+        index = nodes.index(node)
+        ring = [other for other in nodes[index + 1 :] + nodes[:index] if other not in leaving]
+        chosen = ring[: max(replicas - 1, int(node in leaving))]
+        targets.append(tuple(ranks_of[n][rank % len(ranks_of[n])] for n in chosen))
+    return tuple(targets)

@@ -12,8 +12,8 @@ from lightning_hetero.checkpoint import (
     SliceNeed,
     Source,
 )
-from lightning_hetero.checkpoint.commit import place_replicas
 from lightning_hetero.checkpoint.encoding import DTYPE_NAMES
+from lightning_hetero.checkpoint.tiers import place_replicas
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.slices import Ownership
