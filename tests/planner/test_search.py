@@ -250,3 +250,18 @@ def test_no_plan_is_worse_than_the_one_that_runs(mixed):
     for start in (running, mixed[0].best.plan):
         found = plan(MIXED, LLAMA, WORK, options, cost=cost, start=start).best.simulation
         assert found.iteration_time_s <= time_of(start, cost, WORK.microbatch)
+
+
+@pytest.mark.parametrize("change", ["layers", "batch", "devices"])
+def test_a_plan_that_cannot_run_here_is_no_start(change):
+    model, workload = tiny_model(4), Workload(sequence_length=64, global_batch_size=8)
+    cluster, options = tiny_cluster((100, 2, 10)), PlanningOptions(thorough=False)
+    start = plan(cluster, model, workload, options).best.plan
+    if change == "layers":
+        model = tiny_model(5)
+    elif change == "batch":
+        workload = replace(workload, global_batch_size=9)
+    else:
+        cluster = tiny_cluster((100, 1, 10))
+    every = [plan(cluster, model, workload, options, start=given) for given in (start, None)]
+    assert every[0].candidates == every[1].candidates
