@@ -91,8 +91,8 @@ class FastestPlans:
         """Sizes of the masters in `solved`."""
 
     def least_s(self) -> float:
-        """Return the least seconds of fractional pipelines."""
-        return self._masters_of(list(self.stages))
+        """Return the least seconds of fractional pipelines, infinite if no TP degree fits a node."""
+        return self._masters_of(list(self.stages)) if self.any_stages.options else np.inf
 
     def run(self, start: ParallelPlan | None) -> list[PlannedCandidate]:
         """Return plans that fit, best first."""

@@ -193,6 +193,15 @@ def test_cost_is_within_1_percent_of_all_plans_and_its_bound_holds():
     assert result.gap == pytest.approx(price(result.best.plan) / result.lower_bound_price - 1)
 
 
+def test_nodes_too_small_for_every_degree_are_left_out_of_plans_for_cost():
+    nodes = [Node(device="A100-80GB", count=n, price_per_hour=1.0 * n) for n in (1, 1, 4)]
+    options = PlanningOptions(objective=Objective.COST, tp_degrees=(2, 4), thorough=False)
+    workload = Workload(sequence_length=64, global_batch_size=8)
+    best = plan(Cluster(nodes=tuple(nodes)), tiny_model(4), workload, options).best
+    assert best.price_per_hour == 4
+    assert set(best.plan.ranks) <= {2, 3, 4, 5}
+
+
 def test_only_the_tp_degrees_of_the_profile_are_planned():
     nodes = [Node(device=name, count=2) for name in ("A100-80GB", "H800-80GB")]
     model = replace(ModelSpec.load("gpt-neo-2.7b"), num_kv_heads=1)  # Degrees may exceed them.
