@@ -274,3 +274,18 @@ def test_a_plan_that_cannot_run_here_is_no_start(change):
         cluster = tiny_cluster((100, 1, 10))
     every = [plan(cluster, model, workload, options, start=given) for given in (start, None)]
     assert every[0].candidates == every[1].candidates
+
+
+@pytest.mark.parametrize("counts", [(4, 1), (1, 4), (2, 1), (4, 2, 1)])
+def test_equal_devices_on_nodes_of_unequal_sizes_are_no_slower_than_the_largest_node(counts):
+    workload, options = Workload(sequence_length=64, global_batch_size=8), PlanningOptions()
+    every_s, alone_s = (
+        plan(
+            tiny_cluster(*[(100, count, 10) for count in row], bytes_per_s=1e9),
+            tiny_model(4),
+            workload,
+            options,
+        ).best.simulation.iteration_time_s
+        for row in (counts, [max(counts)])
+    )
+    assert every_s <= alone_s * (1 + 1e-9)
