@@ -191,7 +191,7 @@ class Master:
         return time_s, Duals(rows=np.where(of_devices, rows, 0.0))
 
     def _begin(self) -> None:
-        """Fill the pool with even columns and, if other masters gave few, those for guessed prices."""
+        """Fill the pool with even columns and, if it had few before, those for guessed prices."""
         is_first = len(self.pool) < _ADDED
         for times in self.times.values():
             size = times.stages.workload.sequences_per_microbatch
