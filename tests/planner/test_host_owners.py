@@ -8,7 +8,7 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.errors import PlanError, PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan
+from lightning_hetero.planner import Objective, PlanningOptions, Workload, plan, plan_best_size
 from lightning_hetero.simulator import RooflineCost, fitting_lines, simulate
 from tests.planner.every_plan import tiny_cluster, tiny_model
 
@@ -65,6 +65,22 @@ def test_the_cheapest_plan_comes_first_where_hosts_own():
     assert prices == sorted(prices)
     seconds = [item.simulation.iteration_time_s for item in found.candidates]
     assert seconds != sorted(seconds), "the cheapest isn't the fastest"
+
+
+def test_hosts_own_under_plans_of_other_sizes_of_micro_batches():
+    cost = RooflineCost(cluster(256 * GIB), MODEL)
+    workload = Workload(sequence_length=512, global_batch_size=16)
+    options = PlanningOptions(tp_degrees=(1,), num_candidates=50, thorough=False)
+    found = plan_best_size(cost, workload, options, sizes=(1, 4))
+    usual = found.workload.sequences_per_microbatch
+    assert {p.microbatch_size for item in found.candidates for p in item.plan.pipelines} == {1, 4}
+    for item in found.candidates:
+        batches = [
+            [(512,) * (pipeline.microbatch_size or usual)] * pipeline.num_microbatches
+            for pipeline in item.plan.pipelines
+        ]
+        assert sum(len(one) for row in batches for one in row) == 16
+        assert simulate(item.plan, cost, batches) == item.simulation
 
 
 def test_the_step_on_a_host_takes_its_copies_and_its_memory():
