@@ -47,10 +47,7 @@ class Recording:
     @property
     def path(self) -> Path:
         """The file of this rank: `rank<global rank>.jsonl`, overwritten by each recording."""
-        if self._path is None:
-            self._path = self._folder / f"rank{self._rank or 0}.jsonl"
-            self._path.write_text("", encoding="utf-8")
-        return self._path
+        return self._path or self._folder / f"rank{self._rank or 0}.jsonl"
 
     def stop(self) -> None:
         """Write the remaining iterations and remove the hook; later calls do nothing."""
@@ -86,8 +83,9 @@ class Recording:
         taken = [self._times_s.popleft() for _ in range(len(self._times_s))]
         if not taken:
             return
+        mode, self._path = "a" if self._path else "w", self.path
         try:
-            with self.path.open("a", encoding="utf-8") as file:
+            with self._path.open(mode, encoding="utf-8") as file:
                 file.writelines(f"{time_s:.6f}\n" for time_s in taken)
         except OSError:
             self._hook.remove()  # A full disk ends the recording, not the job.

@@ -247,6 +247,19 @@ def test_one_process_is_recorded_until_stopped_by_its_largest_optimizer(tmp_path
         straggler.record(recording.path / "records")
 
 
+def test_a_rank_known_only_later_names_the_file_that_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
+    with straggler.record(tmp_path) as recording:
+        assert recording.path.name == "rank0.jsonl"
+        monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+        monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+        for _ in range(3):
+            optimizer.step()
+    assert [path.name for path in tmp_path.iterdir()] == ["rank3.jsonl"]
+    assert len(recording.path.read_text().splitlines()) == 2
+
+
 def test_a_full_disk_ends_the_recording_and_not_the_job(tmp_path):
     (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
     optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters())
