@@ -1,8 +1,8 @@
 """Price new columns: the best pipelines for given dual prices, by a shortest path.
 
 By time T a pipeline whose stages take w seconds each finishes about (T - Σw)/t + 1 micro-batches:
-the first one passes all stages, each further one takes t. Given the dual prices π of the nodes' rows, μ of the number of pipelines and ρ of room to own,
-the reduced value of a column with bottleneck t is
+the first one passes all stages, each further one takes t. Given the dual prices π of the nodes'
+rows, μ of the number of pipelines and ρ of room to own, the reduced value of a column is
 
     T/t + 1 - μ - Σ_stages (w/t + π·uses - ρ·room),    w ≤ t for every stage.
 
