@@ -311,12 +311,13 @@ class ColumnTimes:
     def _hop_s(self, one: Option, other: Option, inside: bool) -> tuple[float, float]:  # noqa: FBT001
         """Return seconds of a hidden state between two stages, and of its gradient back."""
         stages, cost = self.stages, self.stages.cost
-        first = stages.node_of_class[one.node_class]
-        second = stages.node_of_class[other.node_class]
-        is_alone = len(stages.counts_of_class[one.node_class]) == 1
-        if first == second and not is_alone and not inside:
-            alike = (n for n, k in enumerate(stages.class_of_node) if k == one.node_class)
-            second = next(n for n in alike if n != first and stages.counts[n])
+        first, second = stages.nodes_of(one)[0], stages.nodes_of(other)[0]
+        if inside:
+            both = Option(one.node_class, one.tp_degree + other.tp_degree)
+            first, *_ = stages.nodes_of(both) or stages.nodes_of(max(one, other))
+            second = first
+        elif first == second:
+            second = next((n for n in stages.nodes_of(other) if n != first), first)
         offset = one.tp_degree if first == second else 0
         plans = []
         for index, (node, degree) in enumerate(((first, one.tp_degree), (second, other.tp_degree))):

@@ -37,7 +37,7 @@ _NARROWED = 3
 """Largest number of stages that get a lower TP degree so that nodes have room for a mix."""
 _MASTERS = 8
 """Largest number of masters near the best one whose mixes are used, for each ownership."""
-_SHIFTED = 6
+_MOVED = 6
 """Number of the fastest mixes that are also used with layers moved between stages."""
 _PLACED = 24
 """Number of mixes, the fastest by their columns' times, that are placed and simulated."""
@@ -45,8 +45,9 @@ _IMPROVED = 12
 """How many of the fastest placed plans the last local search begins from."""
 _WORK = 6_000
 """Budget of the last local search: stages simulated plus plans estimated, about 1 s."""
-_NUMBERS, _ALIKE = 4, 4
-"""Number of numbers of pipelines that get a local search of their own; and its starting plans."""
+_SEARCHES, _BEGIN, _LESS = 4, 4, 8
+"""Local searches before it, each for one number of pipelines: how many there are, how many of the
+fastest placed plans each begins from, and the factor by which its budget is smaller."""
 _SIZES_KEPT = 3
 """Number of sizes of micro-batches, the best ones alone, that may be mixed in one plan."""
 _FAR, _FAR_IN_A_ROW = 1.25, 2
@@ -91,8 +92,8 @@ class FastestPlans:
         """Sizes of the masters in `solved`."""
 
     def least_s(self) -> float:
-        """Return the least seconds of fractional pipelines."""
-        return self._masters_of(list(self.stages))
+        """Return the least seconds of fractional pipelines; infinite if no stage fits a node."""
+        return self._masters_of(list(self.stages)) if self.any_stages.options else np.inf
 
     def run(self, start: ParallelPlan | None) -> list[PlannedCandidate]:
         """Return plans that fit, best first."""
@@ -104,11 +105,11 @@ class FastestPlans:
         candidates = self._placed(mixes)
         running = self._candidate_of(start) if start is not None else None
         ranked = sorted(candidates, key=self.judge.seconds)
-        begin = ranked[:_IMPROVED] + ([running] if running is not None else [])
+        given = [] if running is None else [running]
         self.task.progress("Improving the best plans", 0.6)
-        improved = self._improved(ranked, begin)
+        improved = self._improved(ranked, [*ranked[:_IMPROVED], *given])
         plans: dict[ParallelPlan, PlannedCandidate] = {}
-        every = [*ranked, *begin, *improved]
+        every = [*ranked, *given, *improved]
         for item in sorted(dict.fromkeys(every), key=self.judge.seconds):
             found = self.judge.plan(item)
             if found is not None:
@@ -122,8 +123,8 @@ class FastestPlans:
         for item in ranked:
             alike.setdefault(len(item), []).append(item)
         found = []
-        for starts in list(alike.values())[:_NUMBERS]:
-            found.append(Improver(self.judge, most_work // 8).improve(starts[:_ALIKE]))
+        for starts in list(alike.values())[:_SEARCHES]:
+            found.append(Improver(self.judge, most_work // _LESS).improve(starts[:_BEGIN]))
         best = [item for item in found if item is not None]
         best.sort(key=self.judge.seconds)
         last = Improver(self.judge, most_work).improve([*best, *begin])
@@ -139,8 +140,7 @@ class FastestPlans:
             worse = [s for s in alone.values() if s > min(alone.values())]
             if len(worse) > 1 and list(alone.values())[-2:] == worse[-2:]:
                 break
-        best = min(alone.values())
-        return sorted(sorted(alone, key=alone.__getitem__)[:_SIZES_KEPT]) if best else list(alone)
+        return sorted(sorted(alone, key=alone.__getitem__)[:_SIZES_KEPT])
 
     # -- masters --------------------------------------------------------------------------------
 
@@ -224,12 +224,12 @@ class FastestPlans:
             alike = [m for m in masters if m.by_room is by_room]
             near = [m for m in alike if m.time_s <= alike[0].time_s * _FAR]
             for master in near[: 2 * _MASTERS]:
-                master.shift_best()
+                master.add_moved()
             alike = sorted(near, key=lambda master: master.time_s)
             near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
             mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
             found += mixes[: _PLACED // 2]
-            found += [(master, master.shifted(mix)) for master, mix in mixes[:_SHIFTED]]
+            found += [(master, master.with_layers_moved(mix)) for master, mix in mixes[:_MOVED]]
         return _distinct(found)
 
     # -- candidates -----------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
 from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
 
@@ -67,12 +68,12 @@ def with_host_owners(
     Args:
         plan: A plan that fits if no states are on devices, with numbers of micro-batches.
         cost: Costs with states on devices.
-        microbatch: Tokens of each sequence of every micro-batch.
+        microbatch: Tokens of each sequence of micro-batches for which the plan names no size.
 
     Raises:
         PlanningError: A host has too little memory.
     """
-    batches = [[microbatch] * (item.num_microbatches or 0) for item in plan.pipelines]
+    batches = own_microbatches(plan, microbatch)
     owners = {
         rank
         for pipeline, stage in simulate(plan, cost, batches).lacking_bytes

@@ -9,8 +9,9 @@ p, it finds the least T at which
 
 reaches M. The value is convex in T, so Newton steps from above never pass that T: T ← (M + Σ
 x_p·f_p/t_p)/(Σ x_p/t_p). Columns that `Pricing` finds for the duals are added until none is worth
-more than it costs. Whole x_p are then chosen among the columns of the linear programme and those of
-least reduced cost; pipelines that run few micro-batches are valued by whole ones.
+more than it costs. The best are also added with layers moved between stages, because balanced
+stages aren't the best ones if fills are long or links slow. Whole x_p are then chosen among the
+columns of least reduced cost; pipelines that run few micro-batches are valued by whole ones.
 """
 
 import itertools
@@ -55,7 +56,7 @@ _NODES = 60
 """Largest number of nodes of its branch and bound, which takes half a second."""
 _FEW_BLOCKS = 3
 """Number of blocks of equal stages up to which all orders of a pipeline's blocks are tried."""
-_SHIFTED = 6
+_MOVED = 6
 """Number of columns of least reduced cost whose layers are moved between stages."""
 _ALIKE = 3
 """Number of mixes of a single column that are added to those of branch and bound."""
@@ -103,7 +104,7 @@ class Master:
         self.time_s = np.inf
         self.is_lacking = False
         self._last: _Solved | None = None
-        self.shift = cache(self._shifted)
+        self._moved = cache(self._find_moved)
         self._prepare_room()
 
     def _prepare_room(self) -> None:
@@ -163,9 +164,11 @@ class Master:
             self._last, self.time_s = None, np.inf
         return self.time_s
 
-    def _price(self, time_s: float, duals: Duals, least: float) -> list[tuple[float, Column]]:
-        found = [pair for p in self.pricing for pair in p.columns(time_s, duals, least)]
-        return sorted(found, key=lambda pair: -pair[0])
+    def _price(
+        self, time_s: float, duals: Duals, least: float, *, is_wide: bool = False
+    ) -> list[tuple[float, Column]]:
+        found = [p.columns(time_s, duals, least, is_wide=is_wide) for p in self.pricing]
+        return sorted(itertools.chain.from_iterable(found), key=lambda pair: -pair[0])
 
     def _guess(self) -> tuple[float, Duals]:
         """Return T and duals as if every device worked all the time at its best speed."""
@@ -188,8 +191,7 @@ class Master:
         return time_s, Duals(rows=np.where(of_devices, rows, 0.0))
 
     def _begin(self) -> None:
-        """Fill the pool with even columns, and those for guessed prices."""
-        time_s, duals = self._guess()
+        """Fill the pool with even columns and, if it had few before, those for guessed prices."""
         is_first = len(self.pool) < _ADDED
         for times in self.times.values():
             size = times.stages.workload.sequences_per_microbatch
@@ -197,11 +199,8 @@ class Master:
             rows = [(options, times.balance(options)) for options in every]
             self.add([Column(options, layers, size) for options, layers in rows if layers])
         if is_first:
-            for pricing in self.pricing:
-                pricing.is_wide = True
-            self.add([column for _, column in self._price(time_s, duals, -np.inf)])
-            for pricing in self.pricing:
-                pricing.is_wide = False
+            found = self._price(*self._guess(), -np.inf, is_wide=True)
+            self.add([column for _, column in found])
 
     def _newton(self) -> Duals | None:
         """Step T down to where the pool's columns just finish; return the duals there."""
@@ -285,28 +284,24 @@ class Master:
                 found.append(Mix(((column, number),), rate.ends_s(count)))
         return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
 
-    def shift_best(self) -> None:
-        """Add the columns that run with layers moved between stages, and solve again."""
+    def add_moved(self) -> None:
+        """Add the columns of least reduced cost with layers moved between stages; solve again."""
         number = max(1.0, sum(count for _, count in self.best_columns()))
-        best = self.promising(_SHIFTED)
-        shifted = []
-        for column in best:
+        moved = []
+        for column in self.promising(_MOVED):
             share = self.total / (column.size * number)
             # If micro-batches are few, some pipelines run one more or less than others.
             more = (0, 1, 2) if share <= FEW_MICROBATCHES else (0,)
-            shifted += [self.shift(column, max(1.0, share // 1 + n)) for n in more]
-        if self.add(shifted):
+            moved += [self._moved(column, max(1, int(share) + n)) for n in more]
+        if self.add(moved):
             self._newton()
 
-    def shifted(self, mix: Mix) -> Mix:
-        """Return a mix with layers moved between stages as long as its pipelines end sooner.
-
-        Balanced stages aren't the best ones if fills are long or links slow.
-        """
+    def with_layers_moved(self, mix: Mix) -> Mix:
+        """Return a mix with layers moved between stages as long as its pipelines end sooner."""
         share = self.total / sum(n * column.size for column, n in mix.columns)
         counts: Counter[Column] = Counter()
         for column, number in mix.columns:
-            counts[self.shift(column, share)] += number
+            counts[self._moved(column, max(1, round(share)))] += number
         if counts == dict(mix.columns):
             return mix
         self.add(list(counts))
@@ -314,10 +309,9 @@ class Master:
         numbers = np.array(list(counts.values()))
         return Mix(tuple(counts.items()), pool.finish_s(numbers, self.total))
 
-    def _shifted(self, column: Column, share: float) -> Column:
-        """Return the column with the order of stages and the layers that end `share` soonest."""
-        times, count = self.times[column.size], max(1, round(share))
-        found = [column]
+    def _find_moved(self, column: Column, count: int) -> Column:
+        """Return the column with the order of stages and the layers that end `count` soonest."""
+        times, found = self.times[column.size], [column]
         turned = _turned(column.options)
         every = best_layers(
             times, [(Column(options, (), column.size), count) for options in turned]

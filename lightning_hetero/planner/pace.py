@@ -48,9 +48,12 @@ def deal(
         rates: Slopes and fills of the pipelines.
         sizes: Sequences of their micro-batches.
         total: Sequences of an iteration.
-        equally: Whether all get the same number, except that some get one more.
+        equally: Whether all get the same number, except that some get one more; sizes are then
+            equal, too.
     """
     num = len(rates)
+    if equally and len(set(sizes)) > 1:
+        return None
     if equally:
         base, rest = divmod(total // sizes[0], num)
         order = sorted(range(num), key=lambda i: rates[i].ends_s(base))

@@ -64,9 +64,6 @@ class Pricing:
         self.hops_s = np.array(
             [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
         )
-        self.is_wide = False
-        """Whether to find the best pipelines of every number of stages, too."""
-
         self.first_s = np.stack([times.first_s(option) for option in options])
 
     def _width(self, option: Option) -> int:
@@ -80,17 +77,25 @@ class Pricing:
         found: FloatArray = np.unique(np.round(every[np.isfinite(every)], 12))
         return found
 
-    def columns(self, time_s: float, duals: Duals, least: float) -> list[tuple[float, Column]]:
+    def columns(
+        self, time_s: float, duals: Duals, least: float, *, is_wide: bool = False
+    ) -> list[tuple[float, Column]]:
         """Return columns that the nodes can run with a reduced value above `least`, best first.
 
         Prices and values are in sequences, so for each micro-batch they are divided by its size.
+
+        Args:
+            time_s: Seconds of an iteration.
+            duals: Dual prices.
+            least: Reduced value that columns must exceed.
+            is_wide: Whether to find the best pipelines of every number of stages, too.
         """
         size = self.stages.workload.sequences_per_microbatch
         own = Duals(rows=duals.rows / size, pipeline=duals.pipeline / size, room=duals.room / size)
         levels = self.levels[self.levels <= time_s]
         step = max(1, len(levels) // _LEVELS)
         prices = np.asarray(own.rows @ self.stages.uses.T, dtype=np.float64)
-        priced = self._price(levels[step // 2 :: step], time_s, own, prices)
+        priced = self._price(levels[step // 2 :: step], time_s, own, prices, is_wide=is_wide)
         found = self._values(list(dict.fromkeys(priced)), time_s, own)
         ranked = sorted(found.items(), key=lambda item: -item[1])
         return [(value * size, column) for column, value in ranked if value * size > least]
@@ -123,7 +128,13 @@ class Pricing:
         return found[0] if found else None
 
     def _price(
-        self, levels: FloatArray, time_s: float, duals: Duals, prices: FloatArray
+        self,
+        levels: FloatArray,
+        time_s: float,
+        duals: Duals,
+        prices: FloatArray,
+        *,
+        is_wide: bool = False,
     ) -> list[Column]:
         """Return the best column of each level and, for a wide search, of each length.
 
@@ -132,6 +143,7 @@ class Pricing:
             time_s: Seconds of an iteration.
             duals: Prices of a pipeline and of room.
             prices: [options] of each stage.
+            is_wide: Whether the search is wide.
         """
         count, size = len(levels), self.num_layers + 1
         best = np.full(count, -np.inf)
@@ -160,7 +172,7 @@ class Pricing:
             if not np.isfinite(paths[-1]).any():
                 break
         chosen = [(level, int(at[level])) for level in np.flatnonzero(np.isfinite(best)).tolist()]
-        for position, row in enumerate(values if self.is_wide else ()):
+        for position, row in enumerate(values if is_wide else ()):
             every = np.argsort(-row, kind="stable")[:_OF_LENGTH].tolist()
             chosen += [(level, position) for level in every if np.isfinite(row[level])]
         return self._columns(paths, edges, closing, list(dict.fromkeys(chosen)))

@@ -176,9 +176,13 @@ class _Search:
             key=lambda item: (item.score(objective), item.simulation.iteration_time_s),
         )
         prices = [price for stages in every if (price := bound_price(stages)) is not None]
+        workload = self._workload_of(ranked[0].plan)
+        if workload != task.workload:
+            usual = task.workload.sequences_per_microbatch
+            ranked = [replace(item, plan=_with_sizes(item.plan, usual)) for item in ranked]
         result = PlanningResult(
             candidates=tuple(ranked),
-            workload=self._workload_of(ranked[0].plan),
+            workload=workload,
             lower_bound_s=bound_time_s(
                 every, min(item.simulation.iteration_time_s for item in ranked)
             ),
@@ -199,16 +203,18 @@ class _Search:
         return replace(self.task.workload, sequences_per_microbatch=size)
 
     def _running(self, start: ParallelPlan) -> dict[ParallelPlan, PlannedCandidate]:
-        """Return the plan that runs, as it is, if it fits this cluster and iteration."""
+        """Return the plan that runs, as it is, if it fits this cluster, model and iteration."""
         judge, usual = Judge(self.every), self.task.workload.sequences_per_microbatch
         samples = sum(
             (p.num_microbatches or 0) * (p.microbatch_size or usual) for p in start.pipelines
         )
-        is_here = max(start.ranks) < self.task.cost.cluster.num_ranks
-        if not is_here or samples != self.task.workload.global_batch_size:
+        cost = self.task.cost
+        is_here = max(start.ranks) < cost.cluster.num_ranks
+        is_whole = start.num_layers == cost.model.num_layers
+        if not (is_here and is_whole and samples == self.task.workload.global_batch_size):
             return {}
         simulation = judge.simulate(start)
-        return {start: priced(start, simulation, judge.cost)} if simulation.fits else {}
+        return {start: priced(start, simulation, cost)} if simulation.fits else {}
 
     def _on(self, counts: Sequence[int]) -> FastestPlans:
         """Return the search on some devices of each node, made once."""
@@ -254,6 +260,12 @@ class _Search:
             rate(new)
         ranked = sorted((score, n) for n, score in scores.items() if score < np.inf)[:_KEPT]
         return [self._on(price(numbers)[0]) for _, numbers in ranked or [(0.0, full)]]
+
+
+def _with_sizes(plan: ParallelPlan, usual: int) -> ParallelPlan:
+    """Return a plan whose pipelines name the size of micro-batches; where none did, the usual."""
+    pipelines = [replace(p, microbatch_size=p.microbatch_size or usual) for p in plan.pipelines]
+    return replace(plan, pipelines=tuple(pipelines))
 
 
 _Numbers = tuple[int, ...]

@@ -212,6 +212,12 @@ class Stages:
         """[rows] limits."""
         return np.array([limit for _, _, limit in self.rows], dtype=float)
 
+    def nodes_of(self, option: Option) -> list[int]:
+        """Return the nodes that have the devices of a stage."""
+        kind, degree = option
+        every = zip(self.class_of_node, self.counts, strict=True)
+        return [node for node, (of, count) in enumerate(every) if of == kind and count >= degree]
+
     def shape(self, option: Option, num_layers: int, *, first: bool, last: bool) -> StageShape:
         """Return the shape of a stage that recomputes nothing."""
         node = self.node_of_class[option.node_class]

@@ -173,10 +173,6 @@ class CostModel(ClusterLinks, ABC):
         products = self.layout.activation_factor * self.products_bytes(shape.layer)
         return min(kept, of_input + products)
 
-    def saves_selectively(self, shape: StageShape) -> bool:
-        """Return whether selective recomputation saves bytes of a stage's layer."""
-        return self.selective_bytes(shape) < self.layer_bytes(shape)[0]
-
     def activation_s(self, sender: StagePlan, receiver: StagePlan, num_tokens: int) -> float:
         """Return the seconds in which an activation or its gradient goes to the next stage.
 

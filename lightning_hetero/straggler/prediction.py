@@ -130,9 +130,10 @@ class RunPrediction:
         """Return the plan with micro-batches moved away from slow pipelines: S2.
 
         The plan stays as it is if samples are assigned, since then every iteration is balanced, or
-        if it sets sizes of micro-batches, which other numbers of micro-batches would change.
+        if its micro-batches have unequal sizes, which other numbers of them would change.
         """
-        if self.run.is_assigned or any(item.microbatch_size for item in plan.pipelines):
+        sizes = {pipeline.microbatch_size or 1 for pipeline in plan.pipelines}
+        if self.run.is_assigned or len(sizes) > 1:
             return plan
         # A pipeline takes `fill + slope·K`: both follow from two simulations.
         total, paces = sum(self.run.counts), []

@@ -63,6 +63,8 @@ class OperationTrace:
         step, rank, pipeline, stage, microbatch = (
             _numbers(columns, name, np.int64) for name in (*_NEEDED[:4], "mb_id")
         )
+        if min(int(column.min()) for column in (rank, pipeline, stage)) < 0:
+            raise ConfigurationError("A rank, dp_rank or stage in the trace is below 0.")
         chunk = np.maximum(np.asarray(columns.get("mc", np.zeros(len(start))), np.int64), 0)
         kinds, kind = np.unique(np.asarray(columns["optype"], str), return_inverse=True)
         # Where each pipeline is one rank, its stages send nothing.

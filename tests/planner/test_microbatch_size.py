@@ -122,3 +122,21 @@ def test_a_model_that_fits_nowhere_with_any_size_is_refused():
     cost = RooflineCost(tiny_cluster((100, 1, 0.5)), tiny_model(4))
     with pytest.raises(PlanningError, match="fits nowhere"):
         plan_best_size(cost, Workload(sequence_length=2048, global_batch_size=4))
+
+
+@pytest.mark.parametrize("equally", [False, True])
+def test_every_candidate_is_one_of_the_results_workload(equally):
+    cost = RooflineCost(tiny_cluster((70, 4, 1.5), (989, 1, 80), bytes_per_s=100e9), tiny_model(8))
+    workload = Workload(sequence_length=16, global_batch_size=256, sequences_per_microbatch=2)
+    options = PlanningOptions(thorough=False, equal_microbatches=equally, num_candidates=1000)
+    start = plan(cost.cluster, cost.model, workload, options, cost=cost).best.plan
+    found = plan_best_size(cost, workload, options, start=start, sizes=(2, 16))
+    usual = found.workload.sequences_per_microbatch
+    assert usual == 16
+    for item in found.candidates:
+        sizes = [p.microbatch_size or usual for p in item.plan.pipelines]
+        counts = [p.num_microbatches for p in item.plan.pipelines]
+        assert sum(size * count for size, count in zip(sizes, counts, strict=True)) == 256
+        batches = [[(16,) * size] * count for size, count in zip(sizes, counts, strict=True)]
+        assert simulate(item.plan, cost, batches) == item.simulation
+        assert not equally or max(counts) - min(counts) <= 1

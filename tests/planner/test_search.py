@@ -193,6 +193,15 @@ def test_cost_is_within_1_percent_of_all_plans_and_its_bound_holds():
     assert result.gap == pytest.approx(price(result.best.plan) / result.lower_bound_price - 1)
 
 
+def test_nodes_too_small_for_every_degree_are_left_out_of_plans_for_cost():
+    nodes = [Node(device="A100-80GB", count=n, price_per_hour=1.0 * n) for n in (1, 1, 4)]
+    options = PlanningOptions(objective=Objective.COST, tp_degrees=(2, 4), thorough=False)
+    workload = Workload(sequence_length=64, global_batch_size=8)
+    best = plan(Cluster(nodes=tuple(nodes)), tiny_model(4), workload, options).best
+    assert best.price_per_hour == 4
+    assert set(best.plan.ranks) <= {2, 3, 4, 5}
+
+
 def test_only_the_tp_degrees_of_the_profile_are_planned():
     nodes = [Node(device=name, count=2) for name in ("A100-80GB", "H800-80GB")]
     model = replace(ModelSpec.load("gpt-neo-2.7b"), num_kv_heads=1)  # Degrees may exceed them.
@@ -250,3 +259,33 @@ def test_no_plan_is_worse_than_the_one_that_runs(mixed):
     for start in (running, mixed[0].best.plan):
         found = plan(MIXED, LLAMA, WORK, options, cost=cost, start=start).best.simulation
         assert found.iteration_time_s <= time_of(start, cost, WORK.microbatch)
+
+
+@pytest.mark.parametrize("change", ["layers", "batch", "devices"])
+def test_a_plan_that_cannot_run_here_is_no_start(change):
+    model, workload = tiny_model(4), Workload(sequence_length=64, global_batch_size=8)
+    cluster, options = tiny_cluster((100, 2, 10)), PlanningOptions(thorough=False)
+    start = plan(cluster, model, workload, options).best.plan
+    if change == "layers":
+        model = tiny_model(5)
+    elif change == "batch":
+        workload = replace(workload, global_batch_size=9)
+    else:
+        cluster = tiny_cluster((100, 1, 10))
+    every = [plan(cluster, model, workload, options, start=given) for given in (start, None)]
+    assert every[0].candidates == every[1].candidates
+
+
+@pytest.mark.parametrize("counts", [(4, 1), (1, 4), (2, 1), (4, 2, 1)])
+def test_equal_devices_on_nodes_of_unequal_sizes_are_no_slower_than_the_largest_node(counts):
+    workload, options = Workload(sequence_length=64, global_batch_size=8), PlanningOptions()
+    every_s, alone_s = (
+        plan(
+            tiny_cluster(*[(100, count, 10) for count in row], bytes_per_s=1e9),
+            tiny_model(4),
+            workload,
+            options,
+        ).best.simulation.iteration_time_s
+        for row in (counts, [max(counts)])
+    )
+    assert every_s <= alone_s * (1 + 1e-9)

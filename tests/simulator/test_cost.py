@@ -179,8 +179,9 @@ def test_compiled_layers_recompute_as_a_whole_what_others_do_selectively():
     compiled = RooflineCost(CLUSTER, LLAMA, layout=StateLayout(selective=False))
     whole = dataclasses.replace(stage, recomputed_layers=3, selective_layers=None)
     assert compiled.shape_of(stage) == eager.shape_of(whole) == compiled.shape_of(whole)
-    assert eager.saves_selectively(eager.shape_of(stage))
-    assert not compiled.saves_selectively(compiled.shape_of(stage))
+    for cost, saves in ((eager, True), (compiled, False)):
+        shape = cost.shape_of(stage)
+        assert (cost.selective_bytes(shape) < cost.layer_bytes(shape)[0]) is saves
 
 
 def test_what_belongs_to_another_model_cluster_or_device_is_refused():

@@ -44,25 +44,9 @@ class Score:
     num_jobs: int
     num_correct: int
     num_false_alarms: int
-    num_healthy: int
     num_faults: int
     num_missed: int
     reactions: tuple[int, ...]
-
-    @property
-    def accuracy(self) -> float:
-        """Share of jobs with every fault found and no false alarm."""
-        return self.num_correct / self.num_jobs
-
-    @property
-    def false_positive_rate(self) -> float:
-        """False alarms over healthy jobs plus false alarms."""
-        return self.num_false_alarms / max(1, self.num_healthy + self.num_false_alarms)
-
-    @property
-    def false_negative_rate(self) -> float:
-        """Share of the faults that were missed."""
-        return self.num_missed / max(1, self.num_faults)
 
 
 Detect = Callable[[NDArray[np.float64]], Sequence[tuple[int, int]]]
@@ -105,7 +89,7 @@ def score(jobs: Sequence[Job], detect: Detect, *, tolerance: int = 30) -> Score:
     A report belongs to a fault if it comes while the fault lasts and its onset is at most
     `tolerance` iterations off. Each fault counts once; every other report is a false alarm.
     """
-    correct = false_alarms = healthy = faults = missed = 0
+    correct = false_alarms = faults = missed = 0
     reactions: list[int] = []
     for job in jobs:
         open_faults = list(job.faults)
@@ -119,14 +103,12 @@ def score(jobs: Sequence[Job], detect: Detect, *, tolerance: int = 30) -> Score:
             reactions.append(step - match.start)
         correct += not extra and not open_faults
         false_alarms += extra
-        healthy += not job.faults
         faults += len(job.faults)
         missed += len(open_faults)
     return Score(
         num_jobs=len(jobs),
         num_correct=correct,
         num_false_alarms=false_alarms,
-        num_healthy=healthy,
         num_faults=faults,
         num_missed=missed,
         reactions=tuple(reactions),

@@ -183,6 +183,14 @@ def test_a_trace_that_does_not_tell_waiting_from_work_is_refused(lacks, reason):
         OperationTrace.from_columns(columns)
 
 
+@pytest.mark.parametrize("name", ["rank", "dp_rank", "stage"])
+def test_places_below_0_are_refused(name):
+    columns = Planted().columns()
+    columns[name] -= 1
+    with pytest.raises(ConfigurationError, match="below 0"):
+        OperationTrace.from_columns(columns)
+
+
 def test_100_000_operations_are_replayed_within_two_seconds():
     columns = Planted(num_pipelines=8, num_microbatches=32, num_steps=16).columns()
     repeats = -(-100_000 // len(columns["step"]))

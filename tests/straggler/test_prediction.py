@@ -74,7 +74,9 @@ def test_a_slow_rank_costs_its_time_and_balancing_gives_most_of_it_back():
     assert found.mitigation is Mitigation.REBALANCE
     assert found.effect == "moved 3 of 32 micro-batches away"
     assert found.iteration_s == model.iteration_s(balanced)
-    sized = replace(plan, pipelines=tuple(replace(p, microbatch_size=2) for p in plan.pipelines))
+    two = tuple(replace(p, microbatch_size=2) for p in plan.pipelines)
+    assert model.counts(model.balanced(replace(plan, pipelines=two))) == (9, 9, 9, 5)
+    sized = replace(plan, pipelines=(*plan.pipelines[:1], *two[1:]))
     assert model.balanced(sized) == sized, "other numbers would change the sizes"
 
 
