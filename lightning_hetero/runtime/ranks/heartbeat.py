@@ -287,7 +287,7 @@ class Heartbeat:
         }
 
     def _read_beats(self, store: Store, numbers: Sequence[int]) -> list[int]:
-        """Return the processes' counters; one call of a store for those that were watched before."""
+        """Return the processes' counters; one call of a store if all were watched before."""
         keys = [self._beat(number) for number in numbers]
         is_first = any(number not in self._silences for number in numbers)
         if is_first and not store.check(keys):
