@@ -15,7 +15,8 @@ checkpoint.
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -143,7 +144,7 @@ class Committer:
             self._lost_peer = error
             self._lasting.note(f"Rank {self._rank}: {error}")
             self._judge(self._lasting.waited_s)
-            if not task.uploaded.done():
+            with suppress(InvalidStateError):  # The other lane may have found the loss, too.
                 task.uploaded.set_exception(error)
             raise
 
@@ -353,6 +354,9 @@ class Committer:
     def end(self) -> None:
         """Stop the threads after the work that they have been given; doesn't wait for them."""
         self._uploads.finish()
+        if self._deferred is not None:
+            with suppress(InvalidStateError):  # A rank was lost after it was offered.
+                self._deferred[1].set_result(False)
 
     def _look_again(self, _: Progress) -> dict[str, Any]:
         """Return this rank's lasting tiers, and which of them still have its newest part."""

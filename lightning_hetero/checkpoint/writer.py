@@ -115,6 +115,7 @@ class CheckpointWriter:
         self._thread = BackgroundThread("checkpoint-commit")
         self._committer = Committer(tiers, tuple(node_of_rank), peers or Peers(), options)
         self._last: Future[None] | None = None
+        self._end: Future[bool] | None = None
 
     def save(self, content: CheckpointContent, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
         """Start a checkpoint at a step boundary.
@@ -180,13 +181,17 @@ class CheckpointWriter:
     def close(self) -> None:
         """Finish all that was started, and check that a lasting tier has the newest checkpoint.
 
+        A second call returns or raises the same.
+
         Raises:
             CheckpointError: No lasting tier has it from all ranks; all ranks raise it.
         """
-        end, is_safe, why = self._thread.submit(self._committer.finish), False, ""
+        is_safe, why = False, ""
+        if self._end is None:
+            self._end = self._thread.submit(self._committer.finish)
         try:
-            self._wait_for(end)
-            is_safe = end.result()
+            self._wait_for(self._end)
+            is_safe = self._end.result()
         except (TimeoutError, PeerError) as error:
             why = f"The end wasn't awaited: {error}"
         self.leave()

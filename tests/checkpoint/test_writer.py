@@ -124,6 +124,17 @@ def test_a_slow_remote_delays_no_checkpoint_and_gets_the_newest_in_the_end(ends:
     assert {int(name.split("-")[1]) for name in cloud.files} == {1, 3}
 
 
+def test_an_upload_that_waits_is_skipped_when_the_writer_is_left() -> None:
+    slow = Gate()
+    writer = CheckpointWriter([disk(MemoryStore()), remote(FaultyStore(MemoryStore(), slow))])
+    saved = [writer.save(contents(step, PLAN, SIZE)[0]) for step in (1, 2)]
+    assert slow.reached.wait(20)
+    writer.leave()
+    assert not saved[1].wait_until_uploaded(20)
+    slow.open.set()
+    assert saved[0].wait_until_uploaded(20)
+
+
 @pytest.mark.parametrize(
     ("kinds", "replicas", "told"),
     [

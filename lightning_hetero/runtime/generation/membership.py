@@ -34,7 +34,6 @@ and the run is restarted.
 """
 
 import logging
-import math
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,9 +59,10 @@ after which a joiner gives up."""
 _NUMBERS = "numbers"
 _LOOK_S = 0.01
 """Seconds between two reads of the log."""
-_FEW, _LOOKS_OF_FEW, _LOOKS_OF_OTHERS = 8, 5, 50
-"""While members wait, the first 8 check in every 5th read whether others are silent, the rest in
-every 50th: a check takes one call for each member, and most waits end before it is needed."""
+_FEW = 4
+"""While members wait, each of the first 4 checks once in a heartbeat's interval whether others are
+silent; a later one, at place `p`, once in `p` / 4 intervals, so that checks of 1,024 members don't
+use up the store."""
 
 
 def begin_numbers(store: Store, num_first: int) -> None:
@@ -249,7 +249,7 @@ class Membership:
 
     def _agree(self, number: int, expected: Sequence[int]) -> None:
         """Wait for the expected members and the called joiners, until the generation has formed."""
-        deadline, num_looks = Deadline(self.patience_s), 0
+        deadline, checked_s = Deadline(self.patience_s), time.monotonic()
         while (state := self._log.read()).coming == number:
             awaited = [n for n in dict.fromkeys([*expected, *state.called]) if n not in state.gone]
             missing = [other for other in awaited if other not in state.here]
@@ -260,8 +260,9 @@ class Membership:
             # The more members there are, the less often the later ones read the log: they are
             # needed only if the first ones are lost.
             place = here.index(self.number) if self.number in here else len(here)
-            num_looks += 1
-            if num_looks % (_LOOKS_OF_FEW if place < _FEW else _LOOKS_OF_OTHERS) == 0:
+            pause_s = self._heartbeat.interval_s * max(1.0, place / _FEW)
+            if time.monotonic() - checked_s >= pause_s:
+                checked_s = time.monotonic()
                 # A member that is here may freeze while it waits for the others.
                 known = [n for n in here if n != self.number and n not in state.called]
                 self._judge(number, [*known, *missing], missing if deadline.is_over else ())
@@ -269,9 +270,10 @@ class Membership:
 
     def _judge(self, coming: int, members: Sequence[int], late: Sequence[int]) -> None:
         """Record which members are gone: silent ones, and those that had enough time to come."""
-        limit_s = self._silence_s if coming else math.inf
-        for member in members:
-            if self._heartbeat.silence_s(member) > limit_s:
+        # Members of the first generation may not have begun to send heartbeats.
+        silences_s = self._heartbeat.silences_s(members) if coming else [0.0] * len(members)
+        for member, silence_s in zip(members, silences_s, strict=True):
+            if silence_s > self._silence_s:
                 self.tell_gone(member, "It showed no sign of life.")
             elif member in late:
                 self.tell_gone(member, f"It didn't come within {self.patience_s:.0f} s.")
@@ -330,7 +332,7 @@ class Membership:
     def _answer(self, number: int, state: State) -> None:
         """Admit or refuse a joiner, or give it up."""
         beats = self._heartbeat.beats_of(number)
-        if self._heartbeat.silence_s(number) > MOST_SILENT_S:
+        if self._heartbeat.silences_s([number])[0] > MOST_SILENT_S:
             self.tell_gone(number, f"It gave no sign of life for {MOST_SILENT_S:.0f} s.")
         elif differences := _differences(self._facts, state.asking[number]):
             text = (

@@ -19,7 +19,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -193,9 +193,10 @@ class Heartbeat:
         """
         return int(self._store.add(self._beat(number), 0))
 
-    def silence_s(self, number: int) -> float:
-        """Return for how many seconds a process was seen to be silent; one call of a store."""
-        return self._look_at(number, self.beats_of(number))
+    def silences_s(self, numbers: Sequence[int]) -> list[float]:
+        """Return for how many seconds each process was seen to be silent; one call of a store."""
+        beats = self._read_beats(self._store, numbers)
+        return [self._look_at(number, count) for number, count in zip(numbers, beats, strict=True)]
 
     def end(self, timeout_s: float) -> None:
         """Report a normal end, so that this process doesn't count as dead.
@@ -256,9 +257,6 @@ class Heartbeat:
         return int(told is not None) + int(suspects)
 
     def _read_news(self, watch: Watch) -> None:
-        if watch.num_news is None:
-            for rank in watch.ring.watched:  # A counter that doesn't exist can't be read.
-                self._own.add(self._beat(watch.ring.numbers[rank]), 0)
         watch.num_news = self.num_news
         watch.is_suspicious = self._own.check([self._key(watch, _SUSPICION)])
         if watch.failure is None and not watch.has_server_left:
@@ -281,13 +279,21 @@ class Heartbeat:
     def _look_around(self, watch: Watch) -> None:
         """Look at the watched ranks, apart from those that have ended normally."""
         ranks, numbers = watch.ring.watched, watch.ring.numbers
-        if ranks:
-            beats = self._own.multi_get([self._beat(numbers[rank]) for rank in ranks])
-            watch.silences_s = {
-                rank: self._look_at(numbers[rank], int(count))
-                for rank, count in zip(ranks, beats, strict=True)
-                if int(count) < _ENDED
-            }
+        beats = self._read_beats(self._own, [numbers[rank] for rank in ranks])
+        watch.silences_s = {
+            rank: self._look_at(numbers[rank], count)
+            for rank, count in zip(ranks, beats, strict=True)
+            if count < _ENDED
+        }
+
+    def _read_beats(self, store: Store, numbers: Sequence[int]) -> list[int]:
+        """Return the processes' counters; one call of a store if all were watched before."""
+        keys = [self._beat(number) for number in numbers]
+        is_first = any(number not in self._silences for number in numbers)
+        if is_first and not store.check(keys):
+            for key in keys:  # A read would wait for a counter that doesn't exist.
+                store.add(key, 0)
+        return [int(count) for count in store.multi_get(keys)] if keys else []
 
     def _look_at(self, number: int, beats: int) -> float:
         with self._lock:

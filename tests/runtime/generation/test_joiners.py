@@ -1,7 +1,7 @@
 """Joiners and members of one process, in one store: every way in which one comes, or doesn't."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -36,8 +36,9 @@ class Signs(Heartbeat):
 
     members: frozenset[int] = frozenset()
 
-    def silence_s(self, number: int) -> float:
-        return 0.0 if number in self.members else super().silence_s(number)
+    def silences_s(self, numbers: Sequence[int]) -> list[float]:
+        found = zip(numbers, super().silences_s(numbers), strict=True)
+        return [0.0 if number in self.members else seconds for number, seconds in found]
 
     def beat(self) -> None:
         self._round()

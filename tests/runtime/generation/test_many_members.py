@@ -19,3 +19,11 @@ def test_the_others_go_on_if_those_freeze_whose_turns_come_most_often() -> None:
     formed = form_next(128, num_frozen=NODE, num_here=NODE // 2, silence_s=SILENCE_S)
     assert formed.lost == {tuple(range(NODE))}
     assert formed.seconds < 3 * SILENCE_S
+
+
+def test_checks_of_many_members_dont_use_up_the_store() -> None:
+    """The more members wait, the more there are that check, and that are checked."""
+    formed = form_next(256, num_frozen=4, silence_s=SILENCE_S)
+    assert formed.lost == {tuple(range(4))}
+    # The last of 256 reads every quarter of a second.
+    assert formed.seconds < SILENCE_S + 0.35

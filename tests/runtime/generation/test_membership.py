@@ -1,5 +1,6 @@
 """Members of one process, each in a thread, agree on generations in one store."""
 
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -15,10 +16,10 @@ class Signs:
     """A heartbeat of which a test says who is silent."""
 
     def __init__(self, number: int, silent: tuple[int, ...] = ()) -> None:
-        self.number, self.silent, self.num_news = number, silent, 0
+        self.number, self.silent, self.num_news, self.interval_s = number, silent, 0, 0.02
 
-    def silence_s(self, number: int) -> float:
-        return 100.0 * (number in self.silent)
+    def silences_s(self, numbers: Sequence[int]) -> list[float]:
+        return [100.0 * (number in self.silent) for number in numbers]
 
 
 def member_of(store: dist.Store, number: int, **other: Any) -> Membership:

@@ -34,16 +34,22 @@ class Timeline:
     Args:
         call_s: What the store needs for a call.
         way_s: From a member to the store and back.
+        key_s: What it needs for each key of a call that reads several.
         byte_s: What the store needs for each byte that it sends.
     """
 
     def __init__(
-        self, *, call_s: float = 20e-6, way_s: float = 200e-6, byte_s: float = 1e-9
+        self,
+        *,
+        call_s: float = 20e-6,
+        way_s: float = 200e-6,
+        key_s: float = 2.7e-6,
+        byte_s: float = 1e-9,
     ) -> None:
         self.now_s = 0.0
         self.num_calls = 0
         self.store: Any = _Store(dist.HashStore(), self)
-        self._call_s, self._way_s, self._byte_s = call_s, way_s, byte_s
+        self._call_s, self._way_s, self._key_s, self._byte_s = call_s, way_s, key_s, byte_s
         self._free_s = 0.0
         """When the store has answered all calls so far."""
         self._queue: list[tuple[float, int, threading.Semaphore]] = []
@@ -95,10 +101,15 @@ class Timeline:
         self._next.release()
         turn.acquire()
 
-    def wait_for_store(self, num_bytes: int) -> None:
-        """Wait for a call that sends so many bytes, in turn with all calls before it."""
+    def wait_for_store(self, found: Any) -> None:
+        """Wait for a call that finds this, in turn with all calls before it."""
         self.num_calls += 1
-        self._free_s = max(self.now_s, self._free_s) + self._call_s + self._byte_s * num_bytes
+        needed_s = self._call_s
+        if isinstance(found, list):
+            needed_s += self._key_s * len(found)
+        elif isinstance(found, bytes):
+            needed_s += self._byte_s * len(found)
+        self._free_s = max(self.now_s, self._free_s) + needed_s
         if hasattr(self._own, "turn"):
             self.sleep(self._free_s + self._way_s - self.now_s)
 
@@ -117,25 +128,24 @@ class _Store:
 
         def timed(*given: Any) -> Any:
             found = call(*given)
-            self._timeline.wait_for_store(len(found) if isinstance(found, bytes) else 0)
+            self._timeline.wait_for_store(found)
             return found
 
         return timed
 
 
-class _Signs:
+class _Signs(heartbeat.Heartbeat):
     """What one member sees of the others' beats, of which the first members have stopped."""
 
     def __init__(self, timeline: Timeline, number: int, num_frozen: int, silence_s: float) -> None:
-        self.number = number
+        interval_s = heartbeat.interval_s(silence_s)
+        super().__init__(timeline.store, number=number, interval_s=interval_s)
         self._timeline, self._num_frozen = timeline, num_frozen
-        self._nap_s, self._seen = silence_s / 5, dict[int, heartbeat.Silence]()
+        self.beats_of(number)
 
-    def silence_s(self, number: int) -> float:
-        self._timeline.store.add("beats", 0)
-        beats = 0 if number < self._num_frozen else int(self._timeline.now_s * 100)
-        seen = self._seen.setdefault(number, heartbeat.Silence(self._nap_s, sign=beats))
-        return seen.look(beats)
+    def _look_at(self, number: int, beats: int) -> float:
+        moves = number >= self._num_frozen
+        return super()._look_at(number, int(self._timeline.now_s * 100) if moves else beats)
 
 
 class Formed(NamedTuple):
@@ -164,7 +174,7 @@ def form_next(
     everyone = [
         Membership(
             timeline.store,
-            _Signs(timeline, number, num_frozen, silence_s),  # type: ignore[arg-type]
+            _Signs(timeline, number, num_frozen, silence_s),
             node="a",
             facts={},
             silence_s=silence_s,
