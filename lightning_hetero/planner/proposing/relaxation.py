@@ -77,6 +77,8 @@ class SequenceRuns:
     """The K kinds."""
     least: IntArray
     """[R] least length of each run."""
+    counts: IntArray
+    """[R] number of sequences of each run."""
     tokens: IntArray
     """[R] tokens of each run."""
     work_s: FloatArray
@@ -93,6 +95,7 @@ class SequenceRuns:
         return cls(
             table=table,
             least=ordered[np.array(ends) - 1],
+            counts=np.diff([0, *ends]),
             tokens=np.add.reduceat(ordered, starts),
             work_s=np.add.reduceat(table.times_s(ordered), starts, axis=0),
         )
