@@ -16,7 +16,7 @@ columns of least reduced cost; pipelines that run few micro-batches are valued b
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -312,7 +312,8 @@ class Master:
     def _find_moved(self, column: Column, count: int) -> Column:
         """Return the column with the order of stages and the layers that end `count` soonest."""
         times, found = self.times[column.size], [column]
-        turned = _turned(column.options)
+        known = times.stages.index.keys()
+        turned = [row for row in _turned(column.options) if known >= {*row}]
         every = best_layers(
             times, [(Column(options, (), column.size), count) for options in turned]
         )
@@ -367,7 +368,16 @@ def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
         itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]
     )
     every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
-    return list(every)
+    return list(every | dict.fromkeys(_cut(options)))
+
+
+def _cut(options: tuple[Option, ...]) -> Iterator[tuple[Option, ...]]:
+    """Yield stages with one halved, or joined to the next, on the same devices."""
+    for place, (kind, degree) in enumerate(options):
+        before, after = options[:place], options[place + 1 :]
+        yield (*before, *[Option(kind, degree // 2)] * 2, *after)
+        if after and after[0].node_class == kind:
+            yield (*before, Option(kind, degree + after[0].tp_degree), *after[1:])
 
 
 def _mix(columns: Sequence[Column], x: IntArray, time_s: float) -> Mix:

@@ -29,7 +29,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.planner.columns import Column, ColumnTimes
-from lightning_hetero.planner.placement import MappingOrder, Option
+from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.stages import Stages
 
 __all__ = ["Duals", "Pricing", "even_options"]
@@ -67,9 +67,13 @@ class Pricing:
         self.times, self.stages = times, times.stages
         self.num_layers = self.stages.num_layers
         options = self.stages.options
-        near = times.order is MappingOrder.PIPELINES_TOGETHER
+        # Where a node has room for several stages, only some messages leave it.
+        leaving = [min(1.0, o.tp_degree * times.num_together / self._width(o)) for o in options]
         self.hops_s = np.array(
-            [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
+            [
+                share * sum(times.hop_s(o, o, False)) + (1 - share) * sum(times.hop_s(o, o, True))
+                for o, share in zip(options, leaving, strict=True)
+            ]
         )
         self.first_s = np.stack([times.first_s(option) for option in options])
 
