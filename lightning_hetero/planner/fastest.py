@@ -31,11 +31,9 @@ from lightning_hetero.simulator import CostModel, Simulation
 
 __all__ = ["FastestPlans", "SearchTask", "priced"]
 
-_NEAR = 1.06
-"""Mixes of masters whose T is at most this multiple of the best one's are placed."""
 _NARROWED = 3
 """Largest number of stages that get a lower TP degree so that nodes have room for a mix."""
-_MASTERS = 8
+_MASTERS = 16
 """Largest number of masters near the best one whose mixes are used, for each ownership."""
 _MOVED = 6
 """Number of the fastest mixes that are also used with layers moved between stages."""
@@ -222,12 +220,10 @@ class FastestPlans:
         masters.sort(key=lambda master: master.time_s)
         found: list[tuple[Master, Mix]] = []
         for by_room in (False, True):
-            alike = [m for m in masters if m.by_room is by_room]
+            alike = [m for m in masters if m.by_room is by_room][:_MASTERS]
             near = [m for m in alike if m.time_s <= alike[0].time_s * _FAR]
-            for master in near[: 2 * _MASTERS]:
+            for master in near:
                 master.add_moved()
-            alike = sorted(near, key=lambda master: master.time_s)
-            near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
             mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
             found += mixes[: _PLACED // 2]
             found += [(master, master.with_layers_moved(mix)) for master, mix in mixes[:_MOVED]]

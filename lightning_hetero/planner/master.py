@@ -26,6 +26,7 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Pool, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
+from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
 from lightning_hetero.planner.splitting import best_layers
@@ -71,7 +72,7 @@ class Mix:
     columns: tuple[tuple[Column, int], ...]
     """Columns that run, and how many pipelines of each."""
     time_s: float
-    """Seconds of an iteration, by slopes and fills."""
+    """Seconds of an iteration with whole micro-batches, by the columns' rates."""
 
 
 class _Solved(NamedTuple):
@@ -280,9 +281,8 @@ class Master:
             used = rate.uses > 0
             number = min(self.most, int((self.stages.limits[used] // rate.uses[used]).min()))
             if number and not (self.by_room and number * rate.room < self.needed_room):
-                count = -(-self.total // (column.size * number))
-                found.append(Mix(((column, number),), rate.ends_s(count)))
-        return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
+                found.append(self._mix({column: number}))
+        return sorted(filter(None, found), key=lambda mix: mix.time_s)[:_ALIKE]
 
     def add_moved(self) -> None:
         """Add the columns of least reduced cost with layers moved between stages; solve again."""
@@ -305,9 +305,18 @@ class Master:
         if counts == dict(mix.columns):
             return mix
         self.add(list(counts))
-        pool = Pool.of({column: self.pool[column] for column in counts})
-        numbers = np.array(list(counts.values()))
-        return Mix(tuple(counts.items()), pool.finish_s(numbers, self.total))
+        return self._mix(counts) or mix
+
+    def _mix(self, counts: Mapping[Column, int]) -> Mix | None:
+        """Return so many pipelines of columns, timed; None if one has no micro-batch to run."""
+        pairs = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        columns = [column for column, number in pairs for _ in range(number)]
+        rates = [self.pool[column] for column in columns]
+        dealt = deal(rates, [column.size for column in columns], self.total)
+        if dealt is None:
+            return None
+        ends_s = {rate.ends_s(count) for rate, count in {*zip(rates, dealt, strict=True)}}
+        return Mix(tuple(pairs), max(ends_s))
 
     def _find_moved(self, column: Column, count: int) -> Column:
         """Return the column with the order of stages and the layers that end `count` soonest."""
@@ -335,20 +344,20 @@ class Master:
             nothing = np.zeros(len(value), dtype=np.int64)
             return solution.integers[: len(value)] if len(solution.values) else nothing
 
-        found: list[Mix] = []
+        found: list[Mix | None] = []
         time_s = self.time_s
         for _ in range(_WHOLE_STEPS):
             x = choose(np.maximum(pool.value(time_s), 0.0))
             if not x.any():
                 break
             before_s, time_s = time_s, pool.finish_s(x, self.total)
-            found.append(_mix(pool.columns, x, time_s))
+            found.append(self._mix(_counts(pool, x)))
             if time_s <= before_s * (1 + _CLOSE):
                 break
-        if not found or self.total > _FEW * sum(count for _, count in found[-1].columns):
-            return found
+        if not found or self.total > _FEW * x.sum():
+            return [*filter(None, found)]
         sizes = np.array([column.size for column in pool.columns])
-        low_s, high_s = self.time_s, 1.5 * max(mix.time_s for mix in found)
+        low_s, high_s = self.time_s, 1.5 * time_s
         while high_s > low_s * (1 + _FINE):
             middle_s = (low_s + high_s) / 2
             value = np.maximum(pool.value(middle_s) / sizes + 1e-9, 0.0) // 1 * sizes
@@ -357,8 +366,8 @@ class Master:
                 low_s = middle_s
             else:
                 high_s = middle_s
-                found.append(_mix(pool.columns, x * (value > 0), middle_s))
-        return found
+                found.append(self._mix(_counts(pool, x * (value > 0))))
+        return [*filter(None, found)]
 
 
 def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
@@ -380,6 +389,5 @@ def _cut(options: tuple[Option, ...]) -> Iterator[tuple[Option, ...]]:
             yield (*before, Option(kind, degree + after[0].tp_degree), *after[1:])
 
 
-def _mix(columns: Sequence[Column], x: IntArray, time_s: float) -> Mix:
-    pairs = [(columns[i], int(x[i])) for i in np.flatnonzero(x).tolist()]
-    return Mix(columns=tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))), time_s=time_s)
+def _counts(pool: Pool, x: IntArray) -> dict[Column, int]:
+    return {pool.columns[i]: int(x[i]) for i in np.flatnonzero(x).tolist()}
