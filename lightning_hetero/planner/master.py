@@ -321,8 +321,12 @@ class Master:
     def _find_moved(self, column: Column, count: int) -> Column:
         """Return the column with the order of stages and the layers that end `count` soonest."""
         times, found = self.times[column.size], [column]
-        known = times.stages.index.keys()
-        turned = [row for row in _turned(column.options) if known >= {*row}]
+        known, limits = times.stages.index.keys(), times.stages.limits
+        turned = [
+            row
+            for row in _turned(column.options)
+            if known >= {*row} and (times.uses(row) <= limits).all()
+        ]
         every = best_layers(
             times, [(Column(options, (), column.size), count) for options in turned]
         )
