@@ -59,6 +59,9 @@ _FEW_BLOCKS = 3
 """Number of blocks of equal stages up to which all orders of a pipeline's blocks are tried."""
 _MOVED = 6
 """Number of columns of least reduced cost whose layers are moved between stages."""
+_WAITING = 0.02
+"""Share of a pipeline's seconds that it isn't computing from which its stages are also cut: prices
+know little of messages and exchange."""
 _ALIKE = 3
 """Number of mixes of a single column that are added to those of branch and bound."""
 _FEW = 24
@@ -321,12 +324,13 @@ class Master:
     def _find_moved(self, column: Column, count: int) -> Column:
         """Return the column with the order of stages and the layers that end `count` soonest."""
         times, found = self.times[column.size], [column]
-        known, limits = times.stages.index.keys(), times.stages.limits
-        turned = [
-            row
-            for row in _turned(column.options)
-            if known >= {*row} and (times.uses(row) <= limits).all()
-        ]
+        turned, (rate,) = _turned(column.options), times.rates(found)
+        own_s = times.stage_s(column.options)[np.arange(len(column.layers)), column.layers]
+        computes_s = float(own_s.sum() + (count - 1) * own_s.max())
+        if rate is not None and rate.ends_s(count) > computes_s * (1 + _WAITING):
+            known, limits = times.stages.index.keys(), times.stages.limits
+            cut = [row for row in _cut(column.options) if known >= {*row}]
+            turned += [row for row in cut if (times.uses(row) <= limits).all()]
         every = best_layers(
             times, [(Column(options, (), column.size), count) for options in turned]
         )
@@ -381,16 +385,23 @@ def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
         itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]
     )
     every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
-    return list(every | dict.fromkeys(_cut(options)))
+    return list(every)
 
 
 def _cut(options: tuple[Option, ...]) -> Iterator[tuple[Option, ...]]:
-    """Yield stages with one halved, or joined to the next, on the same devices."""
-    for place, (kind, degree) in enumerate(options):
-        before, after = options[:place], options[place + 1 :]
-        yield (*before, *[Option(kind, degree // 2)] * 2, *after)
-        if after and after[0].node_class == kind:
-            yield (*before, Option(kind, degree + after[0].tp_degree), *after[1:])
+    """Yield stages with one halved, or joined to the next, on the same devices.
+
+    Of equal stages in a row it is the first, the middle or the last one.
+    """
+    start = 0
+    for (kind, degree), block in itertools.groupby(options):
+        last = start + len(tuple(block)) - 1
+        for place in sorted({start, (start + last) // 2, last}):
+            before, after = options[:place], options[place + 1 :]
+            yield (*before, *[Option(kind, degree // 2)] * 2, *after)
+            if after and after[0].node_class == kind:
+                yield (*before, Option(kind, degree + after[0].tp_degree), *after[1:])
+        start = last + 1
 
 
 def _counts(pool: Pool, x: IntArray) -> dict[Column, int]:
