@@ -358,15 +358,15 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Does nothing after a run's normal end. After the loss of a rank, another fit may follow.
-        self._let_go()
+        self._let_go(goes_on=_goes_on(trainer))
         self.saved = self._found = None
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, goes_on: bool = False) -> None:
         writer, leases, self._writer, self._leases = self._writer, self._leases, None, None
         if writer is not None:
             writer.leave()
         if leases is not None:
-            leases.release()
+            leases.release(goes_on=goes_on)
         self.node_of_rank = ()
         self._peers.close()
 
