@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.slices import wholes
@@ -170,8 +169,8 @@ class Watch(L.Callback):
             trainer.strategy.change_plan(ParallelPlan.from_dict(plan))
 
 
-def train(case: Case, module: Any = None, *callbacks: L.Callback) -> Any:
-    """Train a case in this process, and return its module."""
+def train(case: Case, *callbacks: L.Callback, module: Any = None) -> Any:
+    """Train a case in this process, or a module that is there; return the module."""
     L.seed_everything(case.seed, verbose=False)
     module = case.module() if module is None else module
     watch = Watch(case)
@@ -197,7 +196,7 @@ def _run(trainer: L.Trainer, module: Any, case: Case) -> None:
     parts = case.parts if case.plan is None else 1
     size = case.batch_size or module.iteration_rows // (case.num_pipelines * parts)
     loaders = [
-        DataLoader(module.rows(case.num_empty), batch_size=size, collate_fn=module.collate)
+        module.loader(module.rows(case.num_empty), batch_size=size, collate_fn=module.collate)
         for _ in range(2)
     ]
     if case.evaluates:
@@ -308,7 +307,10 @@ def _assert_same_seen(found: Any, expected: Any, rtol: float, what: str) -> None
 
 
 def assert_same_weights(
-    found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, what: str = ""
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    tolerance: float = TOLERANCE,
+    what: str = "",
 ) -> None:
     """Check that weights differ by at most a share of each tensor's largest, or of `LEAST`.
 
