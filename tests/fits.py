@@ -175,7 +175,9 @@ def train(case: Case, *callbacks: L.Callback, module: Any = None) -> Any:
     module = case.module() if module is None else module
     watch = Watch(case)
     options: dict[str, Any] = {"max_epochs": case.max_epochs, "max_steps": case.max_steps}
-    options |= {"precision": case.precision, "accelerator": case.accelerator}
+    options["accelerator"] = case.accelerator
+    if "plugins" not in case.trainer:
+        options["precision"] = case.precision
     options["num_sanity_val_steps"] = 0
     if case.clip_val is not None:
         clipping = {"gradient_clip_algorithm": case.clip_algorithm}
