@@ -121,7 +121,7 @@ class Worker:
         """Whether another worker was started on its device."""
 
     def look(self) -> None:
-        """Check whether it has ended, and read what it has reported; called by one thread only."""
+        """Check whether it has ended, and read which member it says it is; called by one thread."""
         if self._status is not None:
             return
         pid, status = os.waitpid(self.pid, os.WNOHANG)

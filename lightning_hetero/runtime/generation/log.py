@@ -3,8 +3,8 @@
 The log is in the run's store, one list of entries for each generation that forms. An entry is a
 kind, a member's number and a value:
 
-- `here` `[node, calls]`: the member is ready for the next generation; if it is the first one, it
-  decides whether joiners are called for it,
+- `here` `[node, calls]`: the member is ready for the next generation. `calls` says whether it calls
+  the waiting joiners for it; only the first `here` of a generation counts for that,
 - `gone` `reason`: it is gone for good,
 - `asking`: it is a joiner,
 - `admitted`: a member has seen it alive,

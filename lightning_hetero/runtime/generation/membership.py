@@ -281,7 +281,7 @@ class Membership:
             time.sleep(min(max(_LOOK_S, 1e-3 * place), 0.5))
 
     def _judge(self, coming: int, members: Sequence[int], late: Sequence[int]) -> None:
-        """Record which members are gone: silent ones, and those that had enough time to come."""
+        """Record which members are gone: silent ones, and late ones whose time is over."""
         # Members of the first generation may not have begun to send heartbeats.
         silences_s = self._heartbeat.silences_s(members) if coming else [0.0] * len(members)
         for member, silence_s in zip(members, silences_s, strict=True):
