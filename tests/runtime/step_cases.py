@@ -184,6 +184,14 @@ def fit_each(rank: int, makes: Sequence[Make], plan: Plan | None, how: Any = Non
     return results
 
 
+def warnings_of(rank: int, make: Make, plan: Plan, how: Mapping[str, Any]) -> str:
+    """Return all that a rank is warned of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        fit(rank, make, plan, how)
+    return "\n".join(str(item.message) for item in told)
+
+
 def check(
     pool: ProcessPool, makes: Sequence[Make], *plans: Plan, rtol: float = 1e-4, **how: Any
 ) -> list[list[Any]]:

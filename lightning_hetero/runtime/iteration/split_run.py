@@ -140,6 +140,7 @@ class SplitRun:
         self._evaluates = False
         """Whether the step draws random numbers in train mode; parts then run in eval mode."""
         self._num_iterations = 0
+        self._num_checks = 0
         self._is_open = False
         """Whether the last check has seen only NaN, as losses are that have no targets."""
 
@@ -170,7 +171,8 @@ class SplitRun:
             StepError: On every rank, if the batch can't be cut without changing the loss.
         """
         everyone: list[_Found] = []
-        for attempt in range(_MOST_ATTEMPTS):
+        first, self._num_checks = self._num_checks, self._num_checks + 1
+        for attempt in range(first, first + _MOST_ATTEMPTS):
             parts = parts_of(microbatches, attempt)
             found = self._comms.gather_objects(self._try(step, parts, running, seed, recompute))
             if not self._evaluates and any(item.is_random for item in found):

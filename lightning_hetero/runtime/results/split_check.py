@@ -287,8 +287,8 @@ _FOUND = (
     "{first:.3g} and {second:.3g}. "
 )
 _NOTHING = (
-    "The loss is NaN for a part of a micro-batch, as a mean over nothing is, but {rule} isn't "
-    "there. "
+    "The loss is NaN for a part of a micro-batch, as a mean over nothing is, but {rule} has "
+    "something to count there. "
 )
 _DECLARED = (
     "So the loss isn't {rule}, as it is declared to be. Correct loss_reduction or the module's "

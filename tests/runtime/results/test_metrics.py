@@ -16,7 +16,7 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 
 from tests.plans import COPIES, STAGES
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import Make, TinyModule, check, refused
+from tests.runtime.step_cases import Make, TinyModule, check, refused, warnings_of
 from tests.toy import VOCABULARY
 
 pytestmark = pytest.mark.dist
@@ -121,6 +121,10 @@ class InStepsAndHooks(InSteps):
 def test_metrics_are_those_of_one_device(pool: ProcessPool) -> None:
     check(pool, [Measured], STAGES, COPIES)
     check(pool, [InSteps], COPIES)
+
+
+def test_no_rank_is_told_that_a_metric_lacks_what_others_have(pool: ProcessPool) -> None:
+    assert not any("compute" in told for told in pool.run(warnings_of, 2, Measured, STAGES, {}))
 
 
 def test_metrics_that_a_step_computes_or_hooks_share_are_refused(pool: ProcessPool) -> None:

@@ -130,3 +130,7 @@ def test_buffers_that_follow_what_a_micro_batch_holds_are_refused_unless_that_is
     (first,), (second,) = pool.run(fit_each, 2, of(Keeps, "norms"), COPIES, how)
     assert first["seen"] == second["seen"]
     assert first["metrics"] == second["metrics"]
+    (alone,) = pool.run_alone(fit_each, of(Keeps, "norms"), None, {})
+    for (found,) in pool.run(fit_each, 2, of(Keeps, "norms"), STAGES, {"options": MIXING}):
+        for name in (name for name in alone["weights"] if "num_batches" in name):
+            assert found["weights"][name] == alone["weights"][name] > 0, "it counts iterations"

@@ -14,6 +14,7 @@ from tests.runtime.step_cases import (
     PLANS,
     ROWS,
     Make,
+    Rows,
     TinyModule,
     check,
     fit_each,
@@ -21,6 +22,7 @@ from tests.runtime.step_cases import (
     refused,
     same,
     train,
+    warnings_of,
 )
 
 pytestmark = pytest.mark.dist
@@ -194,6 +196,23 @@ class GuardedMean(TinyModule):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return each(logits, labels).sum() / (labels != -100).sum().clamp(min=1)
+
+
+class HasNothing(TinyModule):
+    """Chooses its targets; one micro-batch, which the first check leaves out, has none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        is_last = (ids[0] == HasNothing.last_row).all()
+        return self.loss(self.model(ids), torch.where(is_last, -100, labels))
+
+    last_row = Rows(ROWS).ids[-1]
+
+
+def test_a_loss_that_is_a_mean_over_nothing_where_targets_count_is_told(pool: ProcessPool) -> None:
+    how = {"options": {"num_microbatches": ROWS}, "max_epochs": 1}
+    told = pool.run(warnings_of, 2, HasNothing, STAGES, how)
+    assert "An iteration's loss is NaN, though its gradients are finite" in told[0]
 
 
 class RandomlyEmpty(MaskedMean):
