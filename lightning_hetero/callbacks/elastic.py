@@ -82,15 +82,15 @@ class ElasticRestart(Callback):
             torchrun 30 s after its SIGTERM.
         in_place: Whether the other processes go on without a lost rank, under a plan for the
             remaining ranks and with as many samples per iteration as before. With
-            `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost.
-            They go on from the newest checkpoint, and the log says why, if a slice's owner and
-            standby are both lost, if a step was made half or by some ranks only, or if an epoch or
-            training was about to end. A validation in mid-epoch that was due is run. Ranks that
-            leave on a notice, and joiners, cost no step: all save first. In other cases (no
-            checkpoint yet, the store's node lost, a fault that recurs) all processes end, as
-            without this option.
-        heartbeat_timeout: With `in_place`, how long a rank may show no heartbeat during training
-            (20 s before) until it counts as lost. Dead processes are noticed at once.
+            `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost. In
+            three cases they go back to the newest checkpoint, and the log says why: a slice's owner
+            and standby are both lost, only some ranks have made the optimizer step, or an epoch or
+            training was about to end. Ranks that leave on a notice, and joiners, cost no step,
+            since all save first. All processes end, as without this option, if there is no
+            checkpoint yet, if the node that serves the store is lost, or if the same fault recurs.
+        heartbeat_timeout: With `in_place`, a rank counts as lost after this long without a
+            heartbeat (before training begins, after 20 s). A process that has died is noticed at
+            once.
         replace_lost: With `in_place`, whether another process is started on the device of one that
             was lost (not of one that left): after 5 s, and if one is lost there again within an
             hour, after 20 s, 80 s, …, 10 minutes. Never after SIGTERM, SIGINT or SIGHUP.

@@ -5,7 +5,7 @@ A thin adapter; `lightning_hetero.straggler` makes all decisions. After every op
 1. Each rank notes how long the step took, and whether its own pace has changed (`RankHistory`).
 2. Rank 0 gets the notes of all ranks and decides what to do (`RunWatch`): two small messages on
    CPU.
-3. If it decides to look for a cause, all ranks report and probe, and rank 0 finds it (`look`).
+3. If it decides to diagnose, all ranks report and probe, and rank 0 finds the cause.
 4. If it decides on a mitigation, all ranks carry it out: another plan, or a restart.
 
 Any strategy can be watched. `HeteroStrategy`'s clock distinguishes computing from waiting; under

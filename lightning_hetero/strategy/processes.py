@@ -55,9 +55,11 @@ __all__ = ["Processes", "StartMethod"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _MAX_EAGER_RANKS = 64
-"""Up to so many ranks gloo connects all pairs of a new group at once, instead of on demand."""
+"""Largest number of ranks for which gloo connects all pairs of a new group at once, not on
+demand."""
 _FORMING = 1.5
-"""If a generation takes this many times `patience_s` to form, the store counts as frozen."""
+"""If a generation hasn't formed after `patience_s` times this factor, the store counts as
+frozen."""
 _FIRST_FIT = (
     "With ElasticRestart(in_place=True) fit must be a Trainer's first call, and its only fit, for "
     "others may join it. Make another Trainer for each other fit, or leave in_place out."
@@ -358,8 +360,8 @@ class Processes:
         self._detector = self._make_detector()
         return self._enter(new)
 
-    def see_others_off(self) -> None:
-        """On a rank that leaves, wait until the others have formed a generation without it."""
+    def wait_until_others_go_on(self) -> None:
+        """On a rank that leaves, wait until the others have formed the next generation."""
         assert self._membership is not None
         self._stop_judging()
         self._membership.wait_for_next(_FORMING * self._membership.patience_s)

@@ -18,8 +18,8 @@ from lightning_hetero.straggler.prediction import move_ranks
 from lightning_hetero.testing import EmulatedDevices
 from tests.capped_memory import CappedMemory
 from tests.data.rows import Rows, RowStream, lengths_of
+from tests.fits import SEED, Case
 from tests.runtime.case_modules import PackedModule
-from tests.runtime.runs import SEED, Case
 from tests.toy import quiet
 
 LENGTHS = [length + 1 for length in lengths_of(40, longest=30)]

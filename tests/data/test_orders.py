@@ -23,8 +23,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.data.orders import Order, check_alike, peek
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import Rows, TinyModule
-from tests.toy import quiet
+from tests.toy import Rows, TinyModule, quiet
 
 STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
 COPIES = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))

@@ -1,6 +1,7 @@
 """Each precision computes as in Lightning, bf16 near fp32 under any plan; the rest is refused."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.precision import HeteroPrecision
+from tests.fits import Outcome, fit
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.huggingface_runs import CONFIGS, HuggingFaceCase, HuggingFaceOutcome
-from tests.runtime.huggingface_runs import train as train_hugging_face
+from tests.runtime.huggingface_runs import CONFIGS, HuggingFaceCase
 from tests.toy import quiet
 
 TOLERANCE = 1e-2
@@ -31,11 +32,10 @@ PLAN = plan_of(pipeline(stage([0, 1], 0, 4)), pipeline(stage(2, 0, 3), stage(3, 
 TWO_STAGES = plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 4)))
 
 
-def update(outcome: HuggingFaceOutcome) -> np.ndarray:
+def update(outcome: Outcome, before: Outcome) -> np.ndarray:
     """Return what one step of SGD did to all weights: the gradient, but for a factor."""
-    return np.concatenate(
-        [(outcome.after[name] - before).ravel() for name, before in outcome.before.items()]
-    )
+    parts = [(outcome.weights[name] - old).ravel() for name, old in before.weights.items()]
+    return np.concatenate(parts)
 
 
 @pytest.mark.dist
@@ -45,16 +45,18 @@ def test_bf16_propagation_gives_the_gradient_of_fp32(pool: ProcessPool, model: s
     case = HuggingFaceCase(
         model=model,
         plan=PLAN,
-        world_size=4,
         precision="bf16-mixed",
-        config=(("initializer_range", 0.02),),
+        config={"initializer_range": 0.02},
+        max_steps=1,
+        seed=5,
     )
-    expected = pool.run_alone(train_hugging_face, case.on_single_device(), 1)
-    wanted = update(expected)
+    alone = case.on_single_device()
+    expected, before = (pool.run_alone(fit, replace(alone, max_steps=n)) for n in (1, 0))
+    wanted = update(expected, before)
     assert np.linalg.norm(wanted) > 0
-    for outcome in pool.run(train_hugging_face, 4, case, 1):
+    for outcome in pool.run(fit, 4, case):
         np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
-        found = update(outcome)
+        found = update(outcome, before)
         tolerance = TOLERANCES.get(model, TOLERANCE)
         assert np.linalg.norm(found - wanted) <= tolerance * np.linalg.norm(wanted)
 

@@ -45,11 +45,11 @@ def interval_s(silence_s: float) -> float:
 
 
 class Silence:
-    """Measures for how long something has shown no sign of life while this process could see it.
+    """Measures for how long something has shown no sign of life, in time that this process ran.
 
     Args:
-        nap_s: Largest number of seconds that count between two checks. If this process was stopped,
-            or got no time on a busy machine, it couldn't see others meanwhile.
+        nap_s: Largest number of seconds that count between two checks. More seconds mean that this
+            process was stopped itself, or got no time on a busy machine, and saw nothing meanwhile.
         sign: The last sign of life, if one is known.
     """
 
@@ -221,7 +221,7 @@ class Heartbeat:
                 self.has_begun.set()
                 self._wake.wait(self._pause_s())
                 self._wake.clear()
-            self._say_goodbye()
+            self._report_end()
         except Exception:
             # The client's own errors have many types, and the process may be partly torn down.
             self.is_store_gone = True
@@ -301,7 +301,7 @@ class Heartbeat:
                 self._silences[number] = Silence(2 * self.interval_s, sign=beats)
             return self._silences[number].look(beats)
 
-    def _say_goodbye(self) -> None:
+    def _report_end(self) -> None:
         store, watch = self._own, self._watch
         store.add(self._beat(self.number), _ENDED)
         if watch is None or watch.failure is not None:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.runtime.runs import SEED
+from tests.fits import SEED
 from tests.toy import quiet
 
 WIDTH = 16

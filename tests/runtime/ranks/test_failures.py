@@ -13,10 +13,10 @@ from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import HeteroError
+from tests.fits import Make, refused
 from tests.plans import UNEQUAL, pipeline, plan_of, stage
 from tests.processes import SILENT, ProcessFailed, ProcessPool
-from tests.runtime.step_cases import Compared, Make, TinyModule, refused
-from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
+from tests.toy import Compared, TinyModule, TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
 

@@ -22,8 +22,7 @@ from lightning_hetero.runtime.ranks.communicators import Communicators, init_pro
 from lightning_hetero.runtime.ranks.meeting import _meet, connect_store
 from tests.plans import STAGES, pipeline, plan_of, stage
 from tests.processes import ProcessPool, free_port
-from tests.runtime.step_cases import TinyModule
-from tests.toy import loader, quiet
+from tests.toy import TinyModule, loader, quiet
 
 OTHER = plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 3)))
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.fits import check, each, refused, warnings_of
 from tests.plans import COPIES, STAGES, UNEQUAL
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import ROWS, TinyModule, check, refused, warnings_of
+from tests.toy import ROWS, TinyModule
 
 FUNCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": torch.min}
 
@@ -99,10 +100,10 @@ class SumsCollected(TinyModule):
 
 @pytest.mark.dist
 def test_what_steps_log_is_what_one_device_logs(pool: ProcessPool) -> None:
-    check(pool, [LogsAll, Summed], STAGES, UNEQUAL)
+    check(pool, *each([LogsAll, Summed], STAGES, UNEQUAL))
     # Micro-batches without targets count nothing; without any, what is logged still is there.
     for num_empty in (2, ROWS):
-        check(pool, [LogsAll], STAGES, COPIES, num_empty=num_empty)
+        check(pool, *each([LogsAll], STAGES, COPIES, num_empty=num_empty))
 
 
 @pytest.mark.dist
@@ -110,7 +111,7 @@ def test_logs_that_would_count_ranks_are_told_and_unknown_reductions_refused(
     pool: ProcessPool,
 ) -> None:
     for is_whole in (True, False):
-        make = partial(SumsCollected, is_whole=is_whole)
-        told, _ = pool.run(warnings_of, 2, make, STAGES, {})
-        assert ("the sum counts it once for each" in told) == is_whole
+        (case,) = each([partial(SumsCollected, is_whole=is_whole)], STAGES)
+        told, _ = pool.run(warnings_of, 2, case)
+        assert ("sum counts it once for each" in told) == is_whole
     refused(pool, {LogsMedian: "Lightning knows mean, sum, min and max"}, STAGES, COPIES)
