@@ -43,12 +43,12 @@ from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["SplitRun"]
 
-_MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
+_MOST_NUMEL, _MOST_PARAMETERS = 2**16, 24
 """Largest number of elements, and of parameters, whose gradients are compared; at least one
 parameter is."""
 _MOST_ATTEMPTS = 4
-"""Largest number of micro-batches that one check tries, if halves without targets leave the weights
-open."""
+"""Largest number of micro-batches that one check tries. A half without targets has no loss, so the
+weights of the halves can't be found from it, and another micro-batch is tried."""
 Step = Callable[[Any], Any]
 
 
@@ -89,7 +89,7 @@ class _WatchedPass(MicrobatchPass):
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank reports about a check."""
+    """What one rank reports of a check."""
 
     evidence: tuple[Evidence, ...]
     limits: Limits
@@ -98,7 +98,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a last stage sees of one part."""
+    """What a last stage measures when it runs one part."""
 
     gradient: Tensor = field(default_factory=lambda: torch.zeros(1))
     counts: Mapping[Counting, float] = field(default_factory=dict)
@@ -140,8 +140,10 @@ class SplitRun:
         self._evaluates = False
         """Whether the step draws random numbers in train mode; parts then run in eval mode."""
         self._num_iterations = 0
+        self._num_checks = 0
         self._is_open = False
-        """Whether the last check has seen only NaN, as losses are that have no targets."""
+        """Whether the last check saw only losses of NaN, as of batches without targets, so that the
+        next iteration checks again."""
 
     def is_due(self) -> bool:
         """Whether to check in the next iteration; called once for each with a cut batch."""
@@ -170,7 +172,8 @@ class SplitRun:
             StepError: On every rank, if the batch can't be cut without changing the loss.
         """
         everyone: list[_Found] = []
-        for attempt in range(_MOST_ATTEMPTS):
+        first, self._num_checks = self._num_checks, self._num_checks + 1
+        for attempt in range(first, first + _MOST_ATTEMPTS):
             parts = parts_of(microbatches, attempt)
             found = self._comms.gather_objects(self._try(step, parts, running, seed, recompute))
             if not self._evaluates and any(item.is_random for item in found):
@@ -238,8 +241,8 @@ class SplitRun:
                 limits = forward.limits
                 if found is not None:
                     seen.append(found)
-        speaks = running.place is not None and running.place.tp_rank == 0
-        return _Found(_evidence_of(seen) if seen and speaks else (), limits, has_drawn)
+        reports = running.place is not None and running.place.tp_rank == 0
+        return _Found(_evidence_of(seen) if seen and reports else (), limits, has_drawn)
 
     def _run_part(
         self,
