@@ -60,7 +60,8 @@ _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
 _BARE_NAME = re.compile(r"(?!(?:confirmed|rejected)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""No name that leads out of the checkpoint's folder, nor one of the files that judge it."""
+"""Matches names of files inside the checkpoint's folder. It excludes paths that lead out of the
+folder, and the marker files `confirmed` and `rejected`."""
 
 
 @total_ordering
@@ -199,7 +200,7 @@ class PartManifest:
         """Bytes of all files."""
         return sum(entry.size_bytes for entry in self.files)
 
-    def refuse_crafted(self) -> None:
+    def refuse_forged(self) -> None:
         """Check that a rank can have written this manifest: its file may come from anywhere.
 
         Raises:

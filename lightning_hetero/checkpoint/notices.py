@@ -1,7 +1,8 @@
-"""Whether this machine is about to be taken away, as AWS, GCP, Azure or a signal says.
+"""Find out from AWS, GCP, Azure or a signal whether this machine is about to be taken away.
 
-A notice only says so. What to do about it (agree at a step boundary, snapshot, leave) is decided
-elsewhere. `NoticeWatcher` asks from a thread, so that no training step waits for a metadata server.
+What to do about a notice (agree at a step boundary, save, leave) is decided in `callbacks.elastic`.
+`NoticeWatcher` polls the providers' metadata servers from a thread, so that no training step waits
+for them.
 """
 
 import json
@@ -35,9 +36,9 @@ class Notice:
     """This machine will go."""
 
     reason: str
-    """The provider's words."""
+    """What the provider's server said."""
     at: datetime | None = None
-    """When, as far as it is known; with a time zone."""
+    """When it will go, with a time zone; None if the provider doesn't say."""
 
 
 class PreemptionNotice(Protocol):
@@ -118,7 +119,8 @@ class AzureScheduledEvents(_MetadataServer):
 
     base_url: str = "http://169.254.169.254"
     machine: str | None = None
-    """Name of this virtual machine; None takes events of any in the placement group."""
+    """Name of this virtual machine. None takes the events of all machines in the placement group,
+    so give it if there are several."""
 
     def pending(self) -> Notice | None:
         """Return the first event that takes this machine away."""
@@ -138,7 +140,7 @@ class SigtermNotice:
     """SIGTERM to this process; make it in the main thread and undo it with `restore`.
 
     Args:
-        pass_on: Whether the handler that was there before hears of the signal, too.
+        pass_on: Whether the earlier handler is called as well.
         is_received: Whether the signal has come already.
     """
 
@@ -164,15 +166,15 @@ class SigtermNotice:
 
 
 class NoticeWatcher:
-    """Asks from a daemon thread and keeps the first notice.
+    """Polls notices from a daemon thread, and keeps the first one.
 
         watcher = NoticeWatcher([AwsSpotNotice(), SigtermNotice()])
         watcher.start()
         watcher.pending()  # None, until this machine is about to go
 
     Args:
-        notices: Whom to ask.
-        interval_s: Seconds between rounds.
+        notices: The notices to poll.
+        interval_s: Seconds between two polls.
     """
 
     def __init__(self, notices: Sequence[PreemptionNotice], *, interval_s: float = 2.0) -> None:
@@ -184,7 +186,7 @@ class NoticeWatcher:
         self._thread = threading.Thread(target=self._watch, name="preemption-notice", daemon=True)
 
     def start(self) -> None:
-        """Start asking."""
+        """Start to poll."""
         self._thread.start()
 
     def stop(self) -> None:

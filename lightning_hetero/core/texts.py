@@ -88,7 +88,7 @@ def parse_json(
 ) -> Any:
     """Return a JSON text's data; raise an `error` if it isn't valid, or has a key twice.
 
-    Texts of other programs (`is_ours=False`) may have a key twice, and NaN.
+    With `is_ours=False`, for files of other programs, a key may occur twice and numbers may be NaN.
     """
     try:
         if not is_ours:

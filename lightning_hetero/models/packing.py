@@ -7,8 +7,9 @@ two-stage assignment to pipelines and devices is in `assign` and `data`.
 The runtime weights micro-batches by their target tokens. If the loss is a mean over these tokens,
 every plan gives the gradient that a single device would compute.
 
-A model that gets only token ids (`model(input_ids=...)`) can't distinguish packed samples from a
-single one. So packed ids are remembered by the address of their memory, which their views share.
+A model that gets only token ids (`model(input_ids=...)`) can't tell packed samples from a single
+one, and must refuse them. So the memory addresses of packed ids are remembered: a view of the ids
+has the same address.
 """
 
 import heapq

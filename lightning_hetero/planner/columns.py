@@ -68,7 +68,7 @@ class _Places(NamedTuple):
 
 
 class Pool(NamedTuple):
-    """Columns and their rates, as arrays of as many."""
+    """Columns and their rates, as arrays with one entry for each column."""
 
     columns: list[Column]
     slope_s: FloatArray

@@ -34,7 +34,7 @@ _DEPTH = 8
 _RENDEZVOUS = 0.99
 """Sends wait for their receives if more than this share of them end after the receive has begun."""
 _COINCIDE = 0.2
-"""Ends coincide if their spread is below this share of the spread of the starts."""
+"""Operations end together if their ends' spread is below this share of their starts' spread."""
 
 
 @dataclass(frozen=True)
@@ -72,14 +72,14 @@ class Replay:
         # A receive that only waits effectively begins when the send has ended.
         start = np.minimum(np.maximum(start, np.r_[end, 0.0][sent]), end)
         ready = np.r_[end, 0.0][waits_for].max(axis=1)
-        # A receive with nothing to do before its send begins waits for that, whenever it is
-        # recorded.
+        # A receive can do nothing before its send begins. So it waits for the send, whatever its
+        # recorded start.
         receives = np.flatnonzero(trace.are(*TRANSFERS[1::2]))
         is_idle = ready[receives] <= start[group[receives]]
         start[receives] = np.where(is_idle, ready[receives], start[receives])
         barriers = _Barriers(trace, start, ready)
         behind = barriers.before
-        # Operations behind several barriers pass one after another.
+        # An operation behind several barriers passes them one after another.
         waits_for = np.r_[waits_for, np.full((len(behind), waits_for.shape[1]), -1)]
         for barrier, op in enumerate(behind.tolist(), start=len(trace)):
             waits_for[barrier] = waits_for[op]
@@ -236,9 +236,12 @@ def _join_collectives(trace: OperationTrace, group: IntArray) -> None:
 
 
 class _Barriers:
-    """Barriers that the trace lacks: no operation behind one begins before all have come to it.
+    """Barriers that ran but aren't in the trace.
 
-    All are the ranks of a step, a stage or a pipeline; an operation may be behind several.
+    No operation behind one begins before all ranks have reached it.
+
+    "All ranks" are those of a step, a stage or a pipeline. An operation may be behind several
+    barriers.
     """
 
     def __init__(self, trace: OperationTrace, start: FloatArray, ready_s: FloatArray) -> None:

@@ -39,7 +39,7 @@ _VARIED = 0.1
 _PAUSE, _PAUSED_GAP = 1.5, 0.25
 """A rest above this factor is a pause, and a gap longer than this share of a forward's time."""
 _FEW = 4
-"""So few operations of a rank in a step may all have had a pause."""
+"""A pause may have hit all of a rank's operations in a step if there are at most this many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +150,7 @@ class _Suspect:
 
 
 class _Parts:
-    """The factors of every operation and barrier; times `base_s` they are its own time."""
+    """The factors of operations and barriers: own time is `base_s` times all of them."""
 
     def __init__(self, replay: Replay) -> None:
         trace, own, count = replay.trace, replay.own_s, len(replay.trace)
@@ -182,7 +182,7 @@ class _Parts:
         self._paused_gap = replay.gap_s - self.usual_gap_s > least_s
 
     def _find_slow_steps(self, ops: IntArray) -> None:
-        """Give a rank what is slow through all of a step: a pause is of few operations."""
+        """Attribute to the rank, not to a pause, what slows all of its operations in a step."""
         trace = self._replay.trace
         group = grouped(trace.step[ops], trace.rank[ops])
         slow = _low_median(self._rest[ops], group)

@@ -58,7 +58,8 @@ class HookedStrategy(ConnectedStrategy):
         self._slices = slices
         self._failed = False
         self._shows_early = False
-        """Whether hooks get the slices between a training step and its backward."""
+        """Whether some hook reads parameters or gradients between `training_step` and `backward`,
+        so that it must get this rank's slices then."""
         self._num_changes = 0
         self._restored: RestoredState | None = None
         """The state that Lightning restores next, in place of a checkpoint file."""

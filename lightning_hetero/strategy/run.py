@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 
 
 class KeepsLog(Protocol):
-    """What others use of `RunLog`."""
+    """The part of `RunLog` that other callbacks and the strategy use."""
 
     def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
         """Append an event."""
@@ -44,7 +44,7 @@ class KeepsLog(Protocol):
 
 
 class SavesSlices(Protocol):
-    """What others use of `LayerwiseCheckpoint`."""
+    """The part of `LayerwiseCheckpoint` that other callbacks and the strategy use."""
 
     saved: "SavedCheckpoint | None"
 
@@ -80,7 +80,7 @@ class RestoredState(Protocol):
 
 
 class RestartsRun(Protocol):
-    """What others use of `ElasticRestart`."""
+    """The part of `ElasticRestart` that other callbacks and the strategy use."""
 
     in_place: bool
     """Whether other ranks go on in their processes if one is lost."""

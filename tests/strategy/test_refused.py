@@ -9,6 +9,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning, ThroughputMonitor
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, ModelError
@@ -158,7 +159,7 @@ def test_a_quantized_base_is_cut_by_no_plan_before_processes_are_started(
     module = adapted(kind, tmp_path)
     trainer = trainer_that_starts_nobody(monkeypatch, UNITED, start_method)
     with pytest.raises(ModelError, match=r"_proj\S*weight is quantized.*plan with degree 1"):
-        trainer.fit(module)
+        trainer.fit(module, DataLoader([]))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -174,7 +175,7 @@ def test_a_quantized_weight_that_is_to_train_is_refused_before_processes_are_sta
     weight.requires_grad_(True)
     trainer = trainer_that_starts_nobody(monkeypatch, STAGES, "popen")
     with pytest.raises(ModelError, match=r"2.mlp.up_proj.weight is quantized.*adapters beside"):
-        trainer.fit(module)
+        trainer.fit(module, DataLoader([]))
     weight.requires_grad_(False)
     with pytest.raises(NoOtherProcess):
-        trainer.fit(module)
+        trainer.fit(module, DataLoader([]))

@@ -1,7 +1,8 @@
-"""The places where a node keeps its checkpoints; what was found there, and what was lost.
+"""The places where a node keeps its checkpoints, and the report of what a recovery found in them.
 
-Shared memory has the newest checkpoint for the run's own restart, and is freed at the run's end.
-What runs that have failed for good have left there is freed after a week, by this user's next run.
+Shared memory holds the newest checkpoint, for the run's own restart, and is freed when the run
+ends. If a run fails and never restarts, what it left there is freed by this user's next run, once
+it is a week old.
 """
 
 import contextlib

@@ -104,7 +104,7 @@ def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
 
 @dataclass
 class _Sent:
-    """Rows that leave this rank, the same ones for each of its peers."""
+    """Rows that this rank sends, and the peers that all get these same rows."""
 
     peers: list[int]
     rows: list[Tensor]
@@ -112,7 +112,7 @@ class _Sent:
 
 @dataclass(eq=False)
 class _ParcelUnit:
-    """This rank's part in the exchanges of one unit: what it sends, receives and keeps."""
+    """This rank's side of one unit's exchanges: what it sends, receives and copies locally."""
 
     unit: Unit
     parcels: Parcels
@@ -126,7 +126,7 @@ class _ParcelUnit:
     _sent: list[Tensor] = field(default_factory=list, init=False)
     """Tensors that must stay alive while they are sent."""
     _arrived: dict[int, Tensor] = field(default_factory=dict, init=False)
-    """What arrives from each peer, parts end to end."""
+    """The receive buffer of each peer's parcel: its parts end to end."""
 
     @property
     def travels(self) -> bool:
@@ -191,7 +191,7 @@ class _ParcelUnit:
         return torch.empty(numel, dtype=self.options.dtype, device=self.store.device)
 
     def _take(self, parcel: Parcel, like: Sequence[Tensor]) -> list[Tensor]:
-        """Return the parts of a parcel that has arrived, shaped like others, and let it go."""
+        """Return an arrived parcel's parts, in the shapes of `like`, and free its buffer."""
         arrived = self._arrived.pop(parcel.source)
         parts = _unflatten_dense_tensors(arrived, like)  # type: ignore[no-untyped-call]
         return list(parts)
@@ -280,11 +280,15 @@ class PulledParcels(_ParcelUnit):
 
 
 _Places = list[tuple[nn.Parameter, int, int, int]]
-"""Weights that are held here, and which part of its gradient goes: dim, first row, rows."""
+"""For each part of a parcel the weight that this rank holds, and which rows of its gradient are
+taken: cut dim, first row, number of rows."""
 
 
 class _Summand(NamedTuple):
-    """A parcel that arrives or is kept."""
+    """One of the parcels that an owner adds up.
+
+    It arrives from a peer, or is made of this rank's own gradients.
+    """
 
     parcel: Parcel
     names: list[str]
@@ -292,7 +296,7 @@ class _Summand(NamedTuple):
     like: list[Tensor]
     """Tensors on the meta device, shaped like the parts."""
     places: _Places | None
-    """None if it arrives."""
+    """Where the rows are in this rank's own gradients; None if the parcel arrives from a peer."""
 
 
 class PushedParcels(_ParcelUnit):
@@ -309,7 +313,7 @@ class PushedParcels(_ParcelUnit):
 
     @cached_property
     def _leaving(self) -> list[tuple[int, _Places]]:
-        """The destination of each parcel that leaves, and what it has."""
+        """For each parcel that leaves, its destination and the gradients that it takes."""
         return [(item.destination, self._places_of(item)) for item in self.parcels.leaving]
 
     def _places_of(self, parcel: Parcel) -> _Places:

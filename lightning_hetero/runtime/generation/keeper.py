@@ -121,7 +121,7 @@ class Worker:
         """Whether another worker was started on its device."""
 
     def look(self) -> None:
-        """Check whether it has ended, and read what it has reported; called by one thread only."""
+        """Check whether it has ended, and read which member it says it is; called by one thread."""
         if self._status is not None:
             return
         pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -328,8 +328,7 @@ class Keeper:
             prefix, number = worker.member
             log = self._log_of(store, prefix)
             state = log.read()
-            if worker.is_joiner and number not in state.asking:
-                worker.is_joiner = False
+            worker.is_joiner &= not state.took_in(number)
             if worker.code is None:
                 if number in state.gone:
                     # The other members count it as gone, and it hasn't noticed.
@@ -356,7 +355,7 @@ class Keeper:
                 continue
             prefix, number = worker.member
             state, outlook = self._log_of(store, prefix).read(), _Outlook.OVER
-            if number in state.asking:
+            if not state.took_in(number):
                 # A joiner of a run that others keep: whoever started it should learn at once that
                 # it failed.
                 pass

@@ -90,7 +90,8 @@ class Header:
     sees_joiners: bool
     """Whether this rank knows of processes that wait to join."""
     returns: bool
-    """Whether this rank's steps returned or appended anything that other ranks must get."""
+    """Whether this rank's steps returned outputs, or appended items to lists, that other ranks must
+    get."""
 
     @property
     def bits(self) -> int:
@@ -194,7 +195,10 @@ class Agreement:
         )
 
     def _hear(self, digests: bytes) -> Reports:
-        """Return the ranks' reports, which are gathered only if their digests are new."""
+        """Return the reports of all ranks.
+
+        They are gathered only if their digests, which the rows contain, are new.
+        """
         if digests not in self._known:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()

@@ -42,7 +42,8 @@ class BufferChange:
     is_versioned: bool
     """Whether changes increment its version; `buffer.data.copy_(...)` doesn't."""
     digest: int
-    """Digest of the new values, in the first iteration and for caches; else 0."""
+    """Digest of the new values. 0 if they weren't compared: that is done in the first iteration,
+    and for caches in every one."""
 
 
 @dataclass(eq=False)
@@ -56,17 +57,19 @@ class _Buffer:
     is_cache: bool
     """Whether it isn't persistent, so that no `state_dict` has it."""
     seen: tuple[Tensor | None, int] = (None, 0)
-    """Its tensor and version when it was last looked at; a change gives another one of either."""
+    """Its tensor and that tensor's version when it was last compared. A step that changes the
+    buffer changes the version, or puts another tensor in its place."""
     value: Tensor | None = None
     """A copy of its last values, in iterations in which values are compared."""
     count: int = 0
     """Number of the iteration's actions that have changed it."""
     is_unversioned: bool = False
-    """Whether in any rank's first iteration it changed while its version didn't."""
+    """Whether its values changed and its version didn't, in the first iteration of any rank."""
     is_rewritten: bool = False
-    """Whether in a first iteration its version changed while its values didn't."""
+    """Whether its version changed and its values didn't, in a first iteration."""
     source: int | None = None
-    """The rank whose values count, if it has changed since it was shared."""
+    """The rank whose values all ranks get at the next `share`; None if it hasn't changed since the
+    last one."""
 
     @property
     def current(self) -> Tensor | None:
@@ -87,7 +90,7 @@ class _Buffer:
             self.value = self.seen[0].clone()
 
     def look(self) -> None:
-        """Count a change by the last action."""
+        """Count one change if the last action has changed it."""
         (old, version), self.seen = self.seen, self._now()
         buffer = self.seen[0]
         is_new = buffer is not old or self.seen[1] != version

@@ -25,7 +25,7 @@ def copy_of(part: Any) -> Any:
 
 
 def parts_of(microbatches: Sequence[Any], attempt: int = 0) -> list[Any]:
-    """Return a batch and its halves; empty if there is nothing to cut or to put together.
+    """Return a batch and its halves; empty if the batch can't be cut.
 
     The batch is the largest micro-batch; if each has one sample, two of them together; if there is
     only one sample, this sample twice, and a single half, since both are equal. A batch of two

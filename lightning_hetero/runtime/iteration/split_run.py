@@ -48,8 +48,8 @@ _MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
 """Largest number of elements, and of parameters, whose gradients are compared; at least one
 parameter is."""
 _MOST_ATTEMPTS = 4
-"""Largest number of micro-batches that one check tries, if halves without targets leave the weights
-open."""
+"""Largest number of micro-batches that one check tries. A half without targets has no loss, so the
+weights of the halves can't be found from it, and another micro-batch is tried."""
 Step = Callable[[Any], Any]
 
 
@@ -90,7 +90,7 @@ class _WatchedPass(MicrobatchPass):
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank reports about a check."""
+    """What one rank reports of a check."""
 
     evidence: tuple[Evidence, ...]
     limits: Limits
@@ -99,7 +99,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a last stage sees of one part."""
+    """What a last stage measures when it runs one part."""
 
     gradient: Tensor = field(default_factory=lambda: torch.zeros(1))
     counts: Mapping[Counting, float] = field(default_factory=dict)
@@ -142,7 +142,8 @@ class SplitRun:
         """Whether the step draws random numbers in train mode; parts then run in eval mode."""
         self._num_iterations = 0
         self._is_open = False
-        """Whether the last check has seen only NaN, as losses are that have no targets."""
+        """Whether the last check saw only losses of NaN, as of batches without targets, so that the
+        next iteration checks again."""
 
     def is_due(self) -> bool:
         """Whether to check in the next iteration; called once for each with a cut batch."""
@@ -239,8 +240,8 @@ class SplitRun:
                 limits = forward.limits
                 if found is not None:
                     seen.append(found)
-        speaks = running.place is not None and running.place.tp_rank == 0
-        return _Found(_evidence_of(seen) if seen and speaks else (), limits, has_drawn)
+        reports = running.place is not None and running.place.tp_rank == 0
+        return _Found(_evidence_of(seen) if seen and reports else (), limits, has_drawn)
 
     def _run_part(
         self,

@@ -180,8 +180,8 @@ class StepGradients:
         self.unused = unused
         self.by_name = {name: item for name, item in sums.items() if name not in unused}
 
-    def judge(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
-        """Scale the gradients, check whether they are finite, and return the iteration's loss.
+    def finish(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
+        """Finish an iteration: scale the gradients, check that they are finite, return the loss.
 
         Args:
             totals: The sums of all ranks; see `IterationLoss`.

@@ -45,11 +45,11 @@ def interval_s(silence_s: float) -> float:
 
 
 class Silence:
-    """Measures for how long something has shown no sign of life while this process could see it.
+    """Measures for how long something has shown no sign of life, in time that this process ran.
 
     Args:
-        nap_s: Largest number of seconds that count between two checks. If this process was stopped,
-            or got no time on a busy machine, it couldn't see others meanwhile.
+        nap_s: Largest number of seconds that count between two checks. More seconds mean that this
+            process was stopped itself, or got no time on a busy machine, and saw nothing meanwhile.
         sign: The last sign of life, if one is known.
     """
 
@@ -186,15 +186,11 @@ class Heartbeat:
             with suppress(DistError):  # Without the store nobody can be told.
                 self._wait_until_heard(self._store, self._watch, timeout_s)
 
-    def beats_of(self, number: int) -> int:
-        """Return a process's number of heartbeats; one call of a store.
-
-        Once it has ended normally, the counter is larger than any number of heartbeats.
-        """
-        return int(self._store.add(self._beat(number), 0))
-
     def silences_s(self, numbers: Sequence[int]) -> list[float]:
-        """Return for how many seconds each process was seen to be silent; one call of a store."""
+        """Return for how many seconds each process was seen to be silent; one call of a store.
+
+        Exactly 0 means that it has beaten since the last look.
+        """
         beats = self._read_beats(self._store, numbers)
         return [self._look_at(number, count) for number, count in zip(numbers, beats, strict=True)]
 
@@ -221,7 +217,7 @@ class Heartbeat:
                 self.has_begun.set()
                 self._wake.wait(self._pause_s())
                 self._wake.clear()
-            self._say_goodbye()
+            self._report_end()
         except Exception:
             # The client's own errors have many types, and the process may be partly torn down.
             self.is_store_gone = True
@@ -301,7 +297,7 @@ class Heartbeat:
                 self._silences[number] = Silence(2 * self.interval_s, sign=beats)
             return self._silences[number].look(beats)
 
-    def _say_goodbye(self) -> None:
+    def _report_end(self) -> None:
         store, watch = self._own, self._watch
         store.add(self._beat(self.number), _ENDED)
         if watch is None or watch.failure is not None:

@@ -49,13 +49,13 @@ _LEAST_RATE = 1e-2
 _SCALE = 0.02
 """Size of the values that are stepped: about that of weights."""
 _CLOSE = 1e-3
-"""Most difference between steps that count as the same, as a share of the largest update."""
+"""Largest difference between two steps that count as the same, as a share of the largest update."""
 
 _Parts = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Likeness(IntEnum):
-    """How well a step of some tensors, or of pieces, agrees with the step of all."""
+    """How well the step of a part of the tensors agrees with the step of all of them."""
 
     DIFFERENT = 0
     CLOSE = 1

@@ -110,7 +110,8 @@ class MicrobatchPass:
         received = self.arrived().tensors[0]
         if not received.requires_grad:
             return received
-        # Not a view to autograd, which forbids in-place operations on a view of a leaf.
+        # `_unsafe_view`, since autograd forbids in-place operations on a view of a leaf, and this
+        # result doesn't count as a view.
         given: Tensor = torch.ops.aten._unsafe_view.default(received, received.shape)
         return given
 

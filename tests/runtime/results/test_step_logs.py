@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.fits import check, each
 from tests.plans import COPIES, STAGES, UNEQUAL
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import ROWS, TinyModule, check
+from tests.toy import ROWS, TinyModule
 
 FUNCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": torch.min}
 
@@ -73,7 +74,7 @@ class Summed(TinyModule):
 
 @pytest.mark.dist
 def test_what_steps_log_is_what_one_device_logs(pool: ProcessPool) -> None:
-    check(pool, [LogsAll, Summed], STAGES, UNEQUAL)
+    check(pool, *each([LogsAll, Summed], STAGES, UNEQUAL))
     # Micro-batches without targets count nothing; without any, what is logged still is there.
     for num_empty in (2, ROWS):
-        check(pool, [LogsAll], STAGES, COPIES, num_empty=num_empty)
+        check(pool, *each([LogsAll], STAGES, COPIES, num_empty=num_empty))

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero import own_rows
-from tests.runtime.step_cases import Tiny, TinyModule
-from tests.toy import VOCABULARY
+from tests.toy import VOCABULARY, Tiny, TinyModule
 
 
 class ClipsByHand(TinyModule):
