@@ -176,7 +176,8 @@ def value_at(data, path):
         (kind, path)
         for kind, data in VALID.items()
         for path in places(data)
-        if type(value_at(data, path)) in (int, float) and path not in (("max_position_embeddings",), ("format",))
+        if type(value_at(data, path)) in (int, float)
+        and path not in (("max_position_embeddings",), ("format",))
     ],
 )
 def test_true_is_no_number(kind, path):
