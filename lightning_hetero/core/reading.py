@@ -174,7 +174,7 @@ class _WrongError(Exception):
 
 
 def _refuse_truths(given: Any, built: Any, where: str) -> None:
-    """Raise _WrongError where a number was built of true, yes or on, which YAML all reads as true."""
+    """Raise _WrongError where a number was built of true, as which YAML also reads yes and on."""
     if isinstance(given, bool) and not isinstance(built, bool):
         raise _WrongError(f"`{where}` is {show(given)}; it must be a number.")
     if isinstance(given, Mapping):
