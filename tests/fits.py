@@ -5,6 +5,7 @@ the pool and returns an `Outcome`. `check` compares each rank's with that of one
 trains a case once a session; `refused` looks for words in the error of every rank.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -69,6 +70,8 @@ class Case:
     accelerator: str = "cpu"
     evaluates: bool = False
     """Validates instead."""
+    data: Callable[[], L.LightningDataModule] | None = None
+    """What makes a data module, instead of the module's own rows."""
     ckpt_path: Any = None
     """The checkpoint that training begins with."""
     seed: int = SEED
@@ -105,14 +108,15 @@ class Case:
         """Return the Trainer's options for the plan, or for one that the strategy makes."""
         if self.size == 1 and self.plan is None:
             return {"devices": 1, "accumulate_grad_batches": self.accumulate * self.parts}
+        plan = None if self.plan is None else ParallelPlan.from_dict(self.plan)
         given = {
+            "plan": plan,
             "num_microbatches": self.num_microbatches,
             "ownership": self.ownership,
             "whole_after_run": True,
             "layers": module.layers_at,
         }
-        plan = None if self.plan is None else ParallelPlan.from_dict(self.plan)
-        strategy = HeteroStrategy(plan, **{**given, **self.options})
+        strategy = HeteroStrategy(**{**given, **self.options})
         found = {"strategy": strategy, "devices": self.size}
         return found | {"accumulate_grad_batches": self.accumulate}
 
@@ -195,6 +199,10 @@ def train(case: Case, *callbacks: L.Callback, module: Any = None) -> Any:
 
 
 def _run(trainer: L.Trainer, module: Any, case: Case) -> None:
+    how = {"ckpt_path": case.ckpt_path, "weights_only": False}
+    if case.data is not None:
+        trainer.fit(module, datamodule=case.data(), **how)
+        return
     parts = case.parts if case.plan is None else 1
     size = case.batch_size or module.iteration_rows // (case.num_pipelines * parts)
     loaders = [
@@ -205,7 +213,6 @@ def _run(trainer: L.Trainer, module: Any, case: Case) -> None:
         trainer.validate(module, loaders[1], verbose=False)
     else:
         validation = loaders[1:] * int(module.validates) or None
-        how = {"ckpt_path": case.ckpt_path, "weights_only": False}
         trainer.fit(module, loaders[0], validation, **how)
     if module.predicts:
         found = [item for item in trainer.predict(module, loaders[1]) or () if item is not None]
@@ -245,6 +252,14 @@ def attempt(rank: int, *cases: Case) -> list[Outcome | str]:
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def warnings_of(rank: int, case: Case) -> str:
+    """Train a case on one of its ranks; return all that the rank is warned of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(case)
+    return "\n".join(str(item.message) for item in told)
 
 
 def each(makes: Iterable[Make], *plans: Plan | None, **how: Any) -> list[Case]:
