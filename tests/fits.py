@@ -5,6 +5,7 @@ the pool and returns an `Outcome`. `check` compares each rank's with that of one
 trains a case once a session; `refused` looks for words in the error of every rank.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -251,6 +252,14 @@ def attempt(rank: int, *cases: Case) -> list[Outcome | str]:
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def warnings_of(rank: int, case: Case) -> str:
+    """Train a case on one of its ranks; return all that the rank is warned of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(case)
+    return "\n".join(str(item.message) for item in told)
 
 
 def each(makes: Iterable[Make], *plans: Plan | None, **how: Any) -> list[Case]:

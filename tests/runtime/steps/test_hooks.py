@@ -51,6 +51,9 @@ def test_hooks_get_one_devices_numbers_in_other_runs(pool: ProcessPool) -> None:
     check(pool, *each([*norms, hooks.TrainsNewRows], four, options=standbys))
     check(pool, *each([hooks.LogsNorms], STAGES, accumulate_grad_batches=2))
     check(pool, *each([hooks.ReplacesData], UNEQUAL, options={"ownership": "even"}))
+    # Parameters of one shape have the same rows on a rank if all are cut evenly.
+    check(pool, *each([hooks.FollowsTeacher], UNEQUAL, options={"ownership": "even"}))
+    refused(pool, {hooks.FollowsTeacher: 'ownership="even"'}, UNEQUAL)
     # Rows may be chosen by their numbers where one rank has all of them.
     check(pool, *each([hooks.ZeroesOldRows], STAGES))
     cut = {"tp_plan": {"layers.*.0": "colwise", "layers.*.2": "rowwise"}}
