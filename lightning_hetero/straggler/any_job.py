@@ -66,6 +66,14 @@ def is_event_log(path: str | Path) -> bool:
 def read_times(path: str | Path) -> IterationTimes:
     """Return the iterations that are found in a file.
 
+    ::
+
+        times = read_times("stragglers/rank0.jsonl").times_s
+        slow = [event for event in find_changes(times) if isinstance(event, ChangeEvent)]
+
+    Args:
+        path: Iteration times, a torch profiler's trace, or a dump of NCCL's flight recorder.
+
     Raises:
         ConfigurationError: The file is of no known kind, or nothing in it repeats.
     """
@@ -80,7 +88,14 @@ def read_times(path: str | Path) -> IterationTimes:
 
 
 def find_changes(times_s: Sequence[float]) -> list[Event]:
-    """Return events of all iterations, each followed by the change that it completes, if any."""
+    """Detect lasting changes of the iteration time.
+
+    Args:
+        times_s: Seconds of each iteration, oldest first.
+
+    Returns:
+        An `IterationEvent` for each, followed by a `ChangeEvent` if it completes a change.
+    """
     detector = BocdDetector()
     events: list[Event] = []
     for step, time_s in enumerate(times_s):
