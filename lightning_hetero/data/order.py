@@ -149,7 +149,7 @@ class EpochOrder:
         if len(self.lengths) < max(min_samples, 1):
             raise ConfigurationError(
                 f"The dataset has {len(self.lengths)} samples but an iteration needs at least "
-                f"{max(min_samples, 1)}, one a rank. Use fewer ranks or more samples."
+                f"{max(min_samples, 1)}, one for each rank. Use fewer ranks or more samples."
             )
         wanted = -(-int(self.lengths.sum()) // tokens_per_step)
         self._num_iterations = min(wanted, len(self.lengths) // max(min_samples, 1))

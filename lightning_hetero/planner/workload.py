@@ -30,7 +30,7 @@ class Workload:
         Workload(sequence_length=4096, global_batch_size=256)  # 256 micro-batches of one sequence
 
     Raises:
-        PlanningError: A size is no whole number above 0, or micro-batches don't divide the batch.
+        PlanningError: A size isn't a whole number above 0, or micro-batches don't divide the batch.
     """
 
     sequence_length: int
@@ -75,7 +75,7 @@ class PlanningOptions:
         plan(cluster, model, workload, PlanningOptions(objective="cost", tp_degrees=(1, 2)))
 
     Raises:
-        PlanningError: An option is no whole number above 0, or the objective isn't known.
+        PlanningError: An option isn't a whole number above 0, or the objective isn't known.
     """
 
     objective: Objective = Objective.THROUGHPUT

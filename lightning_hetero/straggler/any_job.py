@@ -131,7 +131,7 @@ def _listed(content: bytes, path: str | Path) -> IterationTimes:
             time_s = math.nan
         if not 0 <= time_s < 1e9:
             raise ConfigurationError(
-                f"{path}, line {number}: {show(cell)} is no number of seconds, 0 or more. "
+                f"{path}, line {number}: {show(cell)} isn't a number of seconds, 0 or more. "
                 f"{_wanted(path)}"
             )
         times_s.append(time_s)
@@ -145,7 +145,7 @@ def _listed(content: bytes, path: str | Path) -> IterationTimes:
 def _wanted(path: str | Path) -> str:
     return (
         f"{path} must be an event log of StragglerMonitor, a torch profiler's trace, an NCCL "
-        "flight recorder's dump, or a list of seconds, one a line, such as "
+        "flight recorder's dump, or a list of seconds, one per line, such as "
         "lightning_hetero.straggler.record() writes."
     )
 
@@ -161,7 +161,7 @@ def _unpickle(content: bytes, path: str | Path) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(content)).load()
     except Exception as error:
-        # Bytes that are no pickle lead the unpickler into any exception.
+        # On bytes that aren't a pickle the unpickler may raise any exception.
         raise ConfigurationError(
             f"{path} can't be read as a flight-recorder pickle: {str(error)[:200]}. Dump it as "
             "JSON instead."

@@ -104,7 +104,7 @@ def _layer_of(spec: ParameterSpec) -> str:
 
 
 def _num_heads(attention: nn.Module, features: int) -> int:
-    """Return the number of heads in a layer's output features; 0 if they are no heads."""
+    """Return the number of heads in a layer's output features; 0 if they aren't heads."""
     sizes = (getattr(attention, name, None) for name in _HEAD_DIMS)
     size = next((item for item in sizes if isinstance(item, int)), 0)
     if not size:
