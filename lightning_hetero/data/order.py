@@ -1,8 +1,8 @@
 """Decide which samples an iteration takes, independently of its plan and the number of ranks.
 
-An epoch is a seeded shuffle of all samples, cut into a fixed number of iterations with about
-equally many tokens. There are ⌈all tokens / tokens_per_step⌉ of them, cut where the running sum of
-tokens is nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average,
+An epoch is a seeded shuffle of all samples, cut into a fixed number of iterations with about the
+same number of tokens. There are ⌈all tokens / tokens_per_step⌉ of them, cut where the running sum
+of tokens is nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average,
 and differs from the even part by less than the longest sample; no epoch has a small last iteration,
 and `len` is the same in every epoch. A run's position is the number of samples consumed in that
 order: a *cursor*, which depends neither on plans nor on ranks or workers.

@@ -121,7 +121,8 @@ class Watch:
 class Heartbeat:
     """One process's heartbeat, from `begin` to `end`; may begin again.
 
-    All processes of a run must begin equally often, because their n-th counters belong together.
+    All processes of a run must begin the same number of times, because their n-th counters belong
+    together.
 
     Args:
         store: The run's store; the thread uses a connection of its own.
