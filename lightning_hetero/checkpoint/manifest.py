@@ -234,7 +234,7 @@ class PartManifest:
         """Parse what `encode` returns.
 
         Raises:
-            CheckpointError: It is torn, altered, or of another format.
+            CheckpointError: It is torn (only partly written), altered, or of another format.
         """
         length = len(_HEAD % 0)
         text = data[length : -len(_TAIL)]

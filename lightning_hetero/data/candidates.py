@@ -122,7 +122,7 @@ def assumed_costs(
 
 
 def fill_empty(assignment: Assignment) -> Assignment:
-    """Give each empty pipeline a sample of the fullest one: every rank of DDP needs a batch.
+    """Give each empty pipeline a sample of the fullest one, since every rank of DDP needs a batch.
 
     A pipeline's micro-batches are merged into one, because such a rank runs one batch per step.
 

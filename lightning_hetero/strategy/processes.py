@@ -173,7 +173,7 @@ class Processes:
         if self._comms is not None:
             self._comms.abort()
         if self._membership is not None:
-            connections.hang_up()
+            connections.close()
 
     @property
     def are_several(self) -> bool:
