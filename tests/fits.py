@@ -5,6 +5,7 @@ the pool and returns an `Outcome`. `check` compares each rank's with that of one
 trains a case once a session; `refused` looks for words in the error of every rank.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.slices import wholes
@@ -70,6 +70,8 @@ class Case:
     accelerator: str = "cpu"
     evaluates: bool = False
     """Validates instead."""
+    data: Callable[[], L.LightningDataModule] | None = None
+    """What makes a data module, instead of the module's own rows."""
     ckpt_path: Any = None
     """The checkpoint that training begins with."""
     seed: int = SEED
@@ -106,14 +108,15 @@ class Case:
         """Return the Trainer's options for the plan, or for one that the strategy makes."""
         if self.size == 1 and self.plan is None:
             return {"devices": 1, "accumulate_grad_batches": self.accumulate * self.parts}
+        plan = None if self.plan is None else ParallelPlan.from_dict(self.plan)
         given = {
+            "plan": plan,
             "num_microbatches": self.num_microbatches,
             "ownership": self.ownership,
             "whole_after_run": True,
             "layers": module.layers_at,
         }
-        plan = None if self.plan is None else ParallelPlan.from_dict(self.plan)
-        strategy = HeteroStrategy(plan, **{**given, **self.options})
+        strategy = HeteroStrategy(**{**given, **self.options})
         found = {"strategy": strategy, "devices": self.size}
         return found | {"accumulate_grad_batches": self.accumulate}
 
@@ -170,13 +173,15 @@ class Watch(L.Callback):
             trainer.strategy.change_plan(ParallelPlan.from_dict(plan))
 
 
-def train(case: Case, module: Any = None, *callbacks: L.Callback) -> Any:
-    """Train a case in this process, and return its module."""
+def train(case: Case, *callbacks: L.Callback, module: Any = None) -> Any:
+    """Train a case in this process, or a module that is there; return the module."""
     L.seed_everything(case.seed, verbose=False)
     module = case.module() if module is None else module
     watch = Watch(case)
     options: dict[str, Any] = {"max_epochs": case.max_epochs, "max_steps": case.max_steps}
-    options |= {"precision": case.precision, "accelerator": case.accelerator}
+    options["accelerator"] = case.accelerator
+    if "plugins" not in case.trainer:
+        options["precision"] = case.precision
     options["num_sanity_val_steps"] = 0
     if case.clip_val is not None:
         clipping = {"gradient_clip_algorithm": case.clip_algorithm}
@@ -194,17 +199,20 @@ def train(case: Case, module: Any = None, *callbacks: L.Callback) -> Any:
 
 
 def _run(trainer: L.Trainer, module: Any, case: Case) -> None:
+    how = {"ckpt_path": case.ckpt_path, "weights_only": False}
+    if case.data is not None:
+        trainer.fit(module, datamodule=case.data(), **how)
+        return
     parts = case.parts if case.plan is None else 1
     size = case.batch_size or module.iteration_rows // (case.num_pipelines * parts)
     loaders = [
-        DataLoader(module.rows(case.num_empty), batch_size=size, collate_fn=module.collate)
+        module.loader(module.rows(case.num_empty), batch_size=size, collate_fn=module.collate)
         for _ in range(2)
     ]
     if case.evaluates:
         trainer.validate(module, loaders[1], verbose=False)
     else:
         validation = loaders[1:] * int(module.validates) or None
-        how = {"ckpt_path": case.ckpt_path, "weights_only": False}
         trainer.fit(module, loaders[0], validation, **how)
     if module.predicts:
         found = [item for item in trainer.predict(module, loaders[1]) or () if item is not None]
@@ -244,6 +252,14 @@ def attempt(rank: int, *cases: Case) -> list[Outcome | str]:
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def warnings_of(rank: int, case: Case) -> str:
+    """Train a case on one of its ranks; return all that the rank is warned of."""
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        train(case)
+    return "\n".join(str(item.message) for item in told)
 
 
 def each(makes: Iterable[Make], *plans: Plan | None, **how: Any) -> list[Case]:
@@ -308,7 +324,10 @@ def _assert_same_seen(found: Any, expected: Any, rtol: float, what: str) -> None
 
 
 def assert_same_weights(
-    found: Mapping[str, Any], expected: Mapping[str, Any], tolerance: float, what: str = ""
+    found: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    tolerance: float = TOLERANCE,
+    what: str = "",
 ) -> None:
     """Check that weights differ by at most a share of each tensor's largest, or of `LEAST`.
 

@@ -228,7 +228,7 @@ class Hooked(Trained):
 
 def use_hooks(rank: int, plan: Plan | None) -> tuple[Any, str, dict[int, Any]]:
     writer = PredictionWriter()
-    module = train(each([Hooked], plan)[0], None, writer)
+    module = train(each([Hooked], plan)[0], writer)
     return module.gathered, module.answer, writer.written
 
 

@@ -109,6 +109,7 @@ class Compared(L.LightningModule):
     seen: Any = None
     """Numbers, or lists of them, that a rank must know, too."""
     collate: Any = None
+    loader: Any = DataLoader
 
     def __init__(self) -> None:
         super().__init__()

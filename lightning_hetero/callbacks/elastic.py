@@ -170,9 +170,7 @@ class ElasticRestart(Callback):
             self._watcher.start()
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         change, self._change = self._change, None
         if change is not None:
             raise change
@@ -195,7 +193,7 @@ class ElasticRestart(Callback):
         return waits and not self._holds_back and time.monotonic() >= self._lets_in_at_s
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
         # The next generation repeats a validation in mid-epoch, but not one at the end of an epoch,
         # or of training: joiners wait for that, and ranks that leave may have no time for it.
         at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
@@ -347,9 +345,7 @@ class ElasticRestart(Callback):
             self._sigterm = None
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         # A SIGTERM from now on only sets the flag, since this process ends anyway.
         self._stop_watching()
 

@@ -99,14 +99,7 @@ class RunLog(Callback):
         note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._note_generation(trainer)
         strategy = run_of(trainer).strategy
         if strategy is not None and strategy.plan != self._plan:

@@ -162,10 +162,13 @@ class Lease:
         if self._taken_over_by is not None:
             raise OccupiedError(self._describe(self._taken_over_by))
 
-    def release(self) -> None:
-        """Release the lease, so that others may write; give up soon if storage doesn't answer."""
+    def release(self, *, goes_on: bool = False) -> None:
+        """Release the lease, so that others may write; give up soon if storage doesn't answer.
+
+        If the run `goes_on`, the file stays: its next generation takes over the lease.
+        """
         self._ended.set()
-        if self._taken_over_by is None:
+        if self._taken_over_by is None and not goes_on:
             remover = threading.Thread(target=self._remove, daemon=True)
             remover.start()
             remover.join(2.0)

@@ -60,6 +60,7 @@ demand."""
 _FORMING = 1.5
 """If a generation hasn't formed after `patience_s` times this factor, the store counts as
 frozen."""
+_STORE = "the membership's store"
 _FIRST_FIT = (
     "With ElasticRestart(in_place=True) fit must be a Trainer's first call, and its only fit, for "
     "others may join it. Make another Trainer for each other fit, or leave in_place out."
@@ -282,12 +283,12 @@ class Processes:
         assert self._silence is not None
         patience_s = min(60.0, self._timeout.total_seconds())
         waits = {"silence_s": self._silence.total_seconds(), "patience_s": patience_s}
-        if self.joins:
-            start = self.start_timeout
-            found = join_membership(facts, start_timeout=start, **waits)
-        else:
-            store, environment = self._connect_store(), self._environment
-            found = open_membership(store, environment, facts, **waits)
+        start, rank = self.start_timeout, self._environment.global_rank()
+        with ended_when_late(rank, _STORE, start.total_seconds() + _FORMING * patience_s):
+            if self.joins:
+                found = join_membership(facts, start_timeout=start, **waits)
+            else:
+                found = open_membership(self._connect_store(), self._environment, facts, **waits)
         membership, self._heartbeat = found
         self._membership = membership
         assert membership.generation is not None
@@ -350,9 +351,7 @@ class Processes:
         self._stop_judging()
         membership = self._membership
         assert membership is not None
-        with ended_when_late(
-            membership.number, "the membership's store", _FORMING * membership.patience_s
-        ):
+        with ended_when_late(membership.number, _STORE, _FORMING * membership.patience_s):
             return membership.form_next(leaving, calls_joiners=calls_joiners)
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
@@ -362,9 +361,11 @@ class Processes:
 
     def wait_until_others_go_on(self) -> None:
         """On a rank that leaves, wait until the others have formed the next generation."""
-        assert self._membership is not None
+        membership = self._membership
+        assert membership is not None
         self._stop_judging()
-        self._membership.wait_for_next(_FORMING * self._membership.patience_s)
+        with ended_when_late(membership.number, _STORE, _FORMING * membership.patience_s):
+            membership.wait_for_next(_FORMING * membership.patience_s)
 
     def leave_members(self, error: BaseException) -> None:
         """Tell the others at once that this process is about to end, and why."""

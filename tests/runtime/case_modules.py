@@ -51,6 +51,10 @@ class RowsModule(ToyModule):
         return TokenRows(self.case.num_rows)
 
 
+class ValidatedModule(RowsModule):
+    validates = 1
+
+
 class Adapted(nn.Module):
     """A frozen linear layer and a low-rank one beside it, as LoRA has them."""
 
@@ -152,6 +156,7 @@ class MaskingModule(Recorded):
 
 MODULES = {
     "gpt": RowsModule,
+    "validated": ValidatedModule,
     "packed": PackedModule,
     "masking": MaskingModule,
     "adapted": AdaptedModule,

@@ -120,7 +120,7 @@ def train_watched(rank: int, cases: list[Case]) -> list[Watched]:
         L.seed_everything(SEED, verbose=False)
         module = WatchedModule(case)
         with WITHOUT_CHECK:
-            outcome = outcome_of(train(case, module))
+            outcome = outcome_of(train(case, module=module))
         found.append(Watched(outcome, module.peaks, module.num_forwards))
     return found
 
@@ -144,7 +144,7 @@ def train_counted(rank: int, cases: list[Case]) -> list[Counted]:
         add = mock.Mock(side_effect=collectives._all_reduce)
         watch = mock.patch.object(collectives, "_all_reduce", add)
         with WITHOUT_CHECK, counting_layers() as totals, watch:
-            outcome = outcome_of(train(case, PackedModule(case)))
+            outcome = outcome_of(train(case, module=PackedModule(case)))
         found.append(Counted(outcome, sum(totals), add.call_count))
     return found
 
@@ -154,7 +154,7 @@ def refused_budget(rank: int, case: Case) -> tuple[str, int]:
     L.seed_everything(SEED, verbose=False)
     module = WatchedModule(case)
     try:
-        train(case, module)
+        train(case, module=module)
     except Exception as error:
         return f"{type(error).__name__}: {error}", len(module.losses)
     return "trained", len(module.losses)

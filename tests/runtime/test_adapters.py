@@ -165,7 +165,7 @@ class Count(L.Callback):
 def train_and_count(rank: int, case: PeftCase) -> tuple[int, ...]:
     """Train a case on one of its ranks; return what moved."""
     count = Count()
-    train(case, None, count)
+    train(case, count)
     return count.counts
 
 
@@ -267,7 +267,7 @@ def test_training_a_quantized_weight_is_refused_on_all_ranks(pool: ProcessPool, 
 def train_and_resume(rank: int, case: PeftCase, file: Path) -> list[float]:
     """Train half of a case, save a whole checkpoint, and train the other half from it."""
     half = replace(case, max_steps=case.max_steps // 2)
-    train(half, None, ModelCheckpoint(file.parent, file.stem, every_n_train_steps=half.max_steps))
+    train(half, ModelCheckpoint(file.parent, file.stem, every_n_train_steps=half.max_steps))
     losses: list[float] = train(replace(case, ckpt_path=file)).losses
     return losses
 
@@ -295,7 +295,7 @@ OFTEN = {("nf4", "llama"), ("dora", "gpt2"), ("int8", "bert"), ("torchao", "mixt
 def train_with_checkpoints(rank: int, case: PeftCase, folder: Path) -> Outcome:
     """Train a case, going on from the newest layer-wise checkpoint in a folder."""
     saves = LayerwiseCheckpoint(folder, every_n_train_steps=2, shared_memory=False)
-    return outcome_of(train(case, None, saves))
+    return outcome_of(train(case, saves))
 
 
 @pytest.mark.parametrize(

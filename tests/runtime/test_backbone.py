@@ -101,7 +101,7 @@ def fit(
     callbacks: list[L.Callback] = [unfreeze, notes := Notes()]
     if folder is not None:
         callbacks += [LayerwiseCheckpoint(folder, every_n_train_steps=1, shared_memory=False)]
-    module = train(case, None, *callbacks)
+    module = train(case, *callbacks)
     if file is not None and not has_file:
         module.trainer.save_checkpoint(file)
     return outcome_of(module), notes.owned

@@ -76,10 +76,10 @@ class Leases:
         for lease in self._leases:
             lease.raise_if_lost()
 
-    def release(self) -> None:
-        """Let other jobs write."""
+    def release(self, *, goes_on: bool = False) -> None:
+        """Let other jobs write; or, if the run goes on, only its next generation."""
         for lease in self._leases:
-            lease.release()
+            lease.release(goes_on=goes_on)
 
 
 def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:

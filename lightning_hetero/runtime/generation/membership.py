@@ -110,9 +110,7 @@ class Membership:
         self._store, self._log = store, Log(store)
         self._heartbeat, self._silence_s = heartbeat, silence_s
         self._node, self._facts = node, dict(facts)
-        self._num_news = -1
-        self._beats: dict[int, int] = {}
-        """For each joiner that asks, its number of heartbeats when it was first seen."""
+        self._num_news, self._is_asked = -1, False
         self.number = heartbeat.number
         """This member's number."""
         self.patience_s = patience_s
@@ -335,23 +333,18 @@ class Membership:
         Makes no call of the store while there are no news and nobody asks.
         """
         news = self._heartbeat.num_news
-        if news == self._num_news and not self._beats:
+        if news == self._num_news and not self._is_asked:
             return False
         self._num_news = news
         state = self._log.read()
-        asking = state.asking.keys() - state.gone.keys()
-        self._beats = {n: beats for n, beats in self._beats.items() if n in asking}
-        for number in asking:
-            self._answer(number)
+        asking = [*(state.asking.keys() - state.gone.keys())]
+        self._is_asked = bool(asking)
+        for number, silence_s in zip(asking, self._heartbeat.silences_s(asking), strict=True):
+            if silence_s > MOST_SILENT_S:
+                self.tell_gone(number, f"It gave no sign of life for {MOST_SILENT_S:.0f} s.")
+            elif silence_s == 0.0:  # It has beaten since the last look.
+                self._log.note("admitted", number)
         return bool(self._log.read().waiting) if asking else False
-
-    def _answer(self, number: int) -> None:
-        """Admit a joiner, or give it up."""
-        beats = self._heartbeat.beats_of(number)
-        if self._heartbeat.silences_s([number])[0] > MOST_SILENT_S:
-            self.tell_gone(number, f"It gave no sign of life for {MOST_SILENT_S:.0f} s.")
-        elif beats > self._beats.setdefault(number, beats):
-            self._log.note("admitted", number)
 
     def tell_layer_call(self, description: str) -> None:
         """Tell joiners how a layer is called; see `stage.rehearsal`."""

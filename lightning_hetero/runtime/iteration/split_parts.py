@@ -33,7 +33,8 @@ def parts_of(microbatches: Sequence[Any], attempt: int = 0) -> list[Any]:
 
     Args:
         microbatches: Those of the iteration.
-        attempt: 0 for the largest micro-batch, 1 for the next one, and so on, all in turn.
+        attempt: 0 for the largest micro-batch, 1 for the next one, and so on, all in turn, since
+            the halves of one may have equal shares of all that a mean may be over.
     """
     counts = [sizes_of(item)[0] for item in microbatches]
     order = sorted(range(len(counts)), key=lambda index: -counts[index])

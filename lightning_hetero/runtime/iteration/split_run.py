@@ -43,7 +43,7 @@ from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["SplitRun"]
 
-_MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
+_MOST_NUMEL, _MOST_PARAMETERS = 2**16, 24
 """Largest number of elements, and of parameters, whose gradients are compared; at least one
 parameter is."""
 _MOST_ATTEMPTS = 4
@@ -140,6 +140,7 @@ class SplitRun:
         self._evaluates = False
         """Whether the step draws random numbers in train mode; parts then run in eval mode."""
         self._num_iterations = 0
+        self._num_checks = 0
         self._is_open = False
         """Whether the last check saw only losses of NaN, as of batches without targets, so that the
         next iteration checks again."""
@@ -171,7 +172,8 @@ class SplitRun:
             StepError: On every rank, if the batch can't be cut without changing the loss.
         """
         everyone: list[_Found] = []
-        for attempt in range(_MOST_ATTEMPTS):
+        first, self._num_checks = self._num_checks, self._num_checks + 1
+        for attempt in range(first, first + _MOST_ATTEMPTS):
             parts = parts_of(microbatches, attempt)
             found = self._comms.gather_objects(self._try(step, parts, running, seed, recompute))
             if not self._evaluates and any(item.is_random for item in found):

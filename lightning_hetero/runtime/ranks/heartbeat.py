@@ -187,15 +187,11 @@ class Heartbeat:
             with suppress(DistError):  # Without the store nobody can be told.
                 self._wait_until_heard(self._store, self._watch, timeout_s)
 
-    def beats_of(self, number: int) -> int:
-        """Return a process's number of heartbeats; one call of a store.
-
-        Once it has ended normally, the counter is larger than any number of heartbeats.
-        """
-        return int(self._store.add(self._beat(number), 0))
-
     def silences_s(self, numbers: Sequence[int]) -> list[float]:
-        """Return for how many seconds each process was seen to be silent; one call of a store."""
+        """Return for how many seconds each process was seen to be silent; one call of a store.
+
+        Exactly 0 means that it has beaten since the last look.
+        """
         beats = self._read_beats(self._store, numbers)
         return [self._look_at(number, count) for number, count in zip(numbers, beats, strict=True)]
 

@@ -7,6 +7,7 @@ for a step is that of all micro-batches of the iteration.
 If hooks update a metric, its states are the same on every rank and count once.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,14 @@ class StepMetrics:
                 "only, and where ranks can't wait for each other. Log the metric itself, or "
                 "compute it in a hook."
             )
-        return compute()
+        return self._quietly(compute)
+
+    def _quietly(self, compute: Callable[[], Any]) -> Any:
+        """Compute without the warning that nothing was updated: other ranks may have done so."""
+        with warnings.catch_warnings():
+            if self._has_ranks:
+                warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+            return compute()
 
     def _counts_now(self, metric: Metric) -> bool:
         """Return whether a step's call changes the metric.
@@ -168,7 +176,7 @@ class StepMetrics:
         alone.reset()
         for args, kwargs in self._calls.get(id(metric), ()):
             alone.update(*args, **kwargs)
-        metric._forward_cache = alone.compute()
+        metric._forward_cache = self._quietly(alone.compute)
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,8 @@ def check_steps(optimizers: Sequence[Optimizer], store: SliceStore, comms: Commu
     Raises:
         ConfigurationError: On every rank, if an optimizer is refused or devices round differently.
     """
+    # Lightning stands in for a `configure_optimizers` that returns None with one without groups.
+    optimizers = [item for item in optimizers if item.param_groups]
     cut = [name for name, items in store.slices.items() if len(items) > 1]
     own = [_try(optimizer, is_cut=bool(cut)) for optimizer in optimizers]
     everyone = comms.gather_objects(own)

@@ -46,7 +46,7 @@ class Initial(L.Callback):
 
 def fit(rank: int, case: HuggingFaceCase) -> Kept:
     """Train a case on one of its ranks; with a folder, also save what came out beside it."""
-    module = train(case, None, initial := Initial())
+    module = train(case, initial := Initial())
     if case.folder is not None and case.plan is not None:
         module.trainer.save_checkpoint(Path(case.folder).parent / "trained.ckpt")
         if rank == 0:

@@ -91,7 +91,7 @@ def train_redundant(
         # More than two pipelines are added by pairs, as hundreds are.
         mock.patch.object(even, "_ADDED_IN_TURN", 2),
     ):
-        kept.outcome = outcome_of(train(case, None, Look(kept, disturb)))
+        kept.outcome = outcome_of(train(case, Look(kept, disturb)))
     return kept
 
 
@@ -143,7 +143,8 @@ def fit_refused(rank: int, case: Case, redundancy: tuple[int, ...], *callbacks: 
     """Return why a run is refused; ranks may differ in what they are told."""
     case = replace(case, options={"redundancy": redundancy[rank]})
     try:
-        train(case, (NormsModule if case.optimizer == "norms" else RowsModule)(case), *callbacks)
+        kind = NormsModule if case.optimizer == "norms" else RowsModule
+        train(case, *callbacks, module=kind(case))
     except ConfigurationError as error:
         return str(error)
     return "not refused"

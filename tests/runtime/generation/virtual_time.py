@@ -144,7 +144,7 @@ class _Signs(heartbeat.Heartbeat):
         interval_s = heartbeat.interval_s(silence_s)
         super().__init__(timeline.store, number=number, interval_s=interval_s)
         self._timeline, self._num_frozen = timeline, num_frozen
-        self.beats_of(number)
+        self._read_beats(timeline.store, [number])
 
     def _look_at(self, number: int, beats: int) -> float:
         moves = number >= self._num_frozen

@@ -39,7 +39,7 @@ def train_sharing(rank: int, case: Case, whose: str) -> Outcome:
     for index in range(case.num_layers):
         linear = nn.Linear(width, width) if owns else module.model.shared
         module.model.blocks[index] = SharingBlock(linear, owns=owns)
-    return outcome_of(train(case, module))
+    return outcome_of(train(case, module=module))
 
 
 CASE = Case(

@@ -134,7 +134,7 @@ def train_compiled(rank: int, case: Case, how: str) -> tuple[Outcome, int]:
         if how == "torch.compile":
             layers[index] = captured_only(layer)
     with mock.patch.object(torch, "compile", captured_only):
-        outcome = outcome_of(train(case, module))
+        outcome = outcome_of(train(case, module=module))
     named = {name.replace("_orig_mod.", ""): item for name, item in outcome.weights.items()}
     return replace(outcome, weights=named), counters["stats"]["unique_graphs"]
 

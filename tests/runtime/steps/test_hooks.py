@@ -6,19 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError, StepError
-from tests.fits import Make, check, each, refused
+from tests.fits import Make, check, each, refused, train
 from tests.plans import COPIES, SHARDED, STAGES, UNEQUAL, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.steps import hook_modules as hooks
-from tests.toy import Rows, TinyModule, quiet
+from tests.toy import TinyModule
 
 pytestmark = pytest.mark.dist
 
@@ -54,6 +51,9 @@ def test_hooks_get_one_devices_numbers_in_other_runs(pool: ProcessPool) -> None:
     check(pool, *each([*norms, hooks.TrainsNewRows], four, options=standbys))
     check(pool, *each([hooks.LogsNorms], STAGES, accumulate_grad_batches=2))
     check(pool, *each([hooks.ReplacesData], UNEQUAL, options={"ownership": "even"}))
+    # Parameters of one shape have the same rows on a rank if all are cut evenly.
+    check(pool, *each([hooks.FollowsTeacher], UNEQUAL, options={"ownership": "even"}))
+    refused(pool, {hooks.FollowsTeacher: 'ownership="even"'}, UNEQUAL)
     # Rows may be chosen by their numbers where one rank has all of them.
     check(pool, *each([hooks.ZeroesOldRows], STAGES))
     cut = {"tp_plan": {"layers.*.0": "colwise", "layers.*.2": "rowwise"}}
@@ -138,10 +138,7 @@ class UsesWhole(TinyModule):
 
 
 def tell(rank: int) -> tuple[list[str], list[str]]:
-    module = UsesWhole()
-    strategy = HeteroStrategy(ParallelPlan.from_dict(COPIES), num_microbatches=2)
-    trainer = L.Trainer(**quiet(max_steps=1, strategy=strategy, devices=2))
-    trainer.fit(module, DataLoader(Rows(4), batch_size=2))
+    module = train(each([UsesWhole], COPIES, max_steps=1)[0])
     return module.told, module.told_early
 
 

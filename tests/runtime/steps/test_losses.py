@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.fits import Make, Outcome, assert_same, attempt, check, each, fit, refused
+from tests.fits import Make, Outcome, assert_same, attempt, check, each, fit, refused, warnings_of
 from tests.plans import ALONE, COPIES, STAGES
 from tests.processes import ProcessPool
-from tests.toy import ROWS, TinyModule
+from tests.toy import ROWS, Rows, TinyModule
 
 pytestmark = pytest.mark.dist
 
@@ -182,6 +182,22 @@ class GuardedMean(TinyModule):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return of_each(logits, labels).sum() / (labels != -100).sum().clamp(min=1)
+
+
+class HasNothing(TinyModule):
+    """Chooses its targets; one micro-batch, which the first check leaves out, has none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        is_last = (ids[0] == HasNothing.last_row).all()
+        return self.loss(self.model(ids), torch.where(is_last, -100, labels))
+
+    last_row = Rows(ROWS).ids[-1]
+
+
+def test_a_loss_that_is_a_mean_over_nothing_where_targets_count_is_told(pool: ProcessPool) -> None:
+    told, _ = pool.run(warnings_of, 2, *each([HasNothing], STAGES, num_microbatches=ROWS))
+    assert "An iteration's loss is NaN, though its gradients are finite" in told
 
 
 class RandomlyEmpty(MaskedMean):
