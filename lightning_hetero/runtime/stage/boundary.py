@@ -135,7 +135,7 @@ class StageBoundary:
             self._backward = None
 
     def gradients_of(
-        self, current: MicrobatchPass, loss: Tensor, parameters: Sequence[nn.Parameter]
+        self, current: MicrobatchPass, loss: Tensor, parameters: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a forward pass's loss, without adding them to `grad`."""
         if not current.is_reentrant:
@@ -270,6 +270,7 @@ class StageBoundary:
     def _end_stage(self, current: MicrobatchPass, hidden: Tensor) -> None:
         """End the step with the handover to the next stage; on the last stage the step goes on."""
         current.finished = True
+        current.keep_hidden(hidden)
         if not current.is_last_stage:
             current.handed_on.tensors[:1] = [hidden]
             raise StageEnd(current.handed_on)
