@@ -88,6 +88,12 @@ SCALED = {
 }
 """What IA3 scales, and of which of them the inputs."""
 DORA = {"adapters": {"use_dora": True}}
+FIRST = {"adapters": {"layers_to_transform": [0]}}
+"""Then nothing trains on the last stage, where the loss is measured."""
+TOKENS = {
+    "adapters": {"target_modules": ["embed_tokens"], "token_indices": [3, 5, 7]},
+    "method": "TrainableTokensConfig",
+}
 CUT = {"sequence_parallel": True}
 NIGHTLY: list[tuple[str, str, dict[str, Any]]] = [
     *((plan, model, {}) for plan in ("stages", "pair", "unequal") for model in MODELS),
@@ -110,6 +116,8 @@ NIGHTLY: list[tuple[str, str, dict[str, Any]]] = [
     ("pair", "phi3", DORA),
     ("stages", "mixtral", {"max_steps": 4}),
     ("beside a copy", "llama", {"adapters": OTHERS["dora"]}),
+    ("beside a copy", "llama", TOKENS),
+    ("unequal", "llama", {**FIRST, "options": CUT}),
     ("pair", "gpt2", DORA),  # Layers with biases and gathered outputs.
     *(
         ("four", "llama", {"adapters": {"use_dora": use_dora}, "config": SHARED_HEADS})
@@ -118,6 +126,7 @@ NIGHTLY: list[tuple[str, str, dict[str, Any]]] = [
 ]
 DAILY: list[tuple[str, str, dict[str, Any]]] = [
     ("stages", "gpt2", {"max_steps": 4}),
+    ("stages", "llama", FIRST),
     ("pair", "phi3", {}),
     ("beside a copy", "llama", {"adapters": OTHERS["saved"]}),
     ("pair", "llama", {**DORA, "options": CUT}),

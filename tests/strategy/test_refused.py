@@ -16,6 +16,7 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError, Mo
 from lightning_hetero.runtime.ranks.communicators import check_queues
 from lightning_hetero.strategy.steps import explained
 from lightning_hetero.strategy.trainable import check_trainable
+from tests.plans import pipeline, plan_of, stage
 from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
@@ -129,10 +130,8 @@ class NoOtherProcess(Exception):
     """Raised where other processes would be started."""
 
 
-UNITED = {"pipelines": [{"stages": [{"ranks": [0, 1], "layers": [0, 4]}]}]}
-STAGES = {
-    "pipelines": [{"stages": [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [1, 4]}]}]
-}
+UNITED = plan_of(pipeline(stage([0, 1], 0, 4)))
+STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 4)))
 
 
 def trainer_that_starts_nobody(

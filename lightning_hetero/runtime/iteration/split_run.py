@@ -1,8 +1,9 @@
 """Run the check of `results.split_check` on all ranks, with a micro-batch and its two halves.
 
 Each of these *parts* goes forward through the pipeline as in an evaluation. The last stage then
-computes the gradients of a few small parameters, of the last layer and behind the layers. The check
-leaves no trace in logs, buffers, random states and gradients.
+computes the gradients of a few small parameters, of the last layer and after the layers; or that
+of the last layer's output, summed over tokens, where none of them trains. The check leaves no trace
+in logs, buffers, random states and gradients.
 """
 
 import itertools
@@ -291,7 +292,9 @@ class SplitRun:
 
     def _gradient(self, loss: Tensor, forward: _WatchedPass, running: RunningPlan) -> Tensor:
         """Return the loss's gradients with respect to the compared parameters, as one vector."""
-        chosen = self._chosen(running)
+        chosen, hidden = self._chosen(running), forward.last_hidden
+        if hidden is not None and hidden.requires_grad and not forward.is_reentrant:
+            chosen.append(hidden)
         gradients: Sequence[Tensor | None] = [None] * len(chosen)
         try:
             gradients = self._boundary.gradients_of(forward, loss, chosen)
@@ -302,14 +305,18 @@ class SplitRun:
             # don't compare.
             forward.has_drawn = True
         vectors = [
-            torch.zeros_like(parameter) if item is None else item
-            for parameter, item in zip(chosen, gradients, strict=True)
+            torch.zeros_like(item) if gradient is None else gradient
+            for item, gradient in zip(chosen, gradients, strict=True)
         ]
+        if chosen and chosen[-1] is hidden:
+            output = vectors.pop().float()
+            if all(gradient is None for gradient in gradients[:-1]):
+                vectors = [output.reshape(-1, output.shape[-1]).sum(0)]
         found = [item.detach().reshape(-1).float() for item in vectors]
         return torch.cat(found).cpu() if found else torch.zeros(1)
 
-    def _chosen(self, running: RunningPlan) -> list[nn.Parameter]:
-        """Return small parameters of the last layer and behind it, else of the whole stage."""
+    def _chosen(self, running: RunningPlan) -> list[Tensor]:
+        """Return small parameters of the last layer and after it, else of the whole stage."""
         shards, specs = running.weights.shards, self._layout.specs
         whole = [
             spec
@@ -321,7 +328,7 @@ class SplitRun:
         last = running.plan.num_layers - 1
         chosen = [item for item in whole if item.layer == last or item.name in behind] or whole
         chosen = sorted(chosen, key=lambda item: item.numel)[:_MOST_PARAMETERS]
-        found: list[nn.Parameter] = []
+        found: list[Tensor] = []
         total = 0
         for spec in chosen:
             total += spec.numel
