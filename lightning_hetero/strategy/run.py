@@ -190,7 +190,7 @@ class Ranks:
         return found
 
     def from_leader(self, numbers: Sequence[int]) -> list[int]:
-        """Return the leader's numbers; other ranks pass equally many, which are ignored."""
+        """Return the leader's numbers. Other ranks pass as many, which are ignored."""
         values = torch.tensor(numbers, dtype=torch.int64)
         if self._group is not None:
             dist.broadcast(values, 0, self._group)

@@ -163,7 +163,7 @@ class Worker:
 
     @property
     def is_due(self) -> bool:
-        """Whether its device has been unused for long enough after its losses.
+        """Whether its device has waited long enough since its last loss for another process.
 
         Each new loss costs all other ranks a change of generation, so a fault that kills each
         worker on a device must not recur often: 5 s, 20 s, 80 s, …, 10 minutes.
