@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from lightning_hetero.core.errors import StepError
+from tests.fits import assert_same, check, each, outcome_of, train
 from tests.plans import UNEQUAL, Plan, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import ROWS, Compared, Rows, TinyModule, check, known_of, same, train
-from tests.toy import CONTEXT, VOCABULARY
+from tests.toy import CONTEXT, ROWS, VOCABULARY, Compared, Rows, TinyModule
 
 pytestmark = pytest.mark.dist
 
@@ -164,7 +164,7 @@ def test_a_feature_of_fit_gives_what_a_single_device_gives_on_every_rank(
     pool: ProcessPool, name: str
 ) -> None:
     make, plan, options = FEATURES[name]
-    check(pool, [make], plan, rtol=1e-5, **options)
+    check(pool, *each([make], plan, **options))
 
 
 class Thaw(BaseFinetuning):
@@ -182,15 +182,18 @@ class Thaw(BaseFinetuning):
 def thaw_and_resume(rank: int, plan: Plan | None, folder: Path) -> Any:
     """Train with `Thaw`, save, and go on in another run."""
     path = folder / ("planned.ckpt" if plan else "plain.ckpt")
-    first = train(Trained, plan, callbacks=[Thaw()])
-    first.trainer.save_checkpoint(path)
-    return known_of(train(Trained, plan, ckpt_path=path, callbacks=[Thaw()], max_epochs=3))
+    (first,), (second,) = (
+        each([Trained], plan, callbacks=[Thaw()], **how)
+        for how in ({}, {"ckpt_path": path, "max_epochs": 3})
+    )
+    train(first).trainer.save_checkpoint(path)
+    return outcome_of(train(second))
 
 
 def test_a_run_resumes_with_parameters_that_it_thawed(pool: ProcessPool, tmp_path: Path) -> None:
     alone = pool.run_alone(thaw_and_resume, None, tmp_path)
     for found in pool.run(thaw_and_resume, 3, UNEQUAL, tmp_path):
-        same(found, alone, rtol=1e-5)
+        assert_same(found, alone)
 
 
 class PredictionWriter(BasePredictionWriter):
@@ -225,7 +228,7 @@ class Hooked(Trained):
 
 def use_hooks(rank: int, plan: Plan | None) -> tuple[Any, str, dict[int, Any]]:
     writer = PredictionWriter()
-    module = train(Hooked, plan, callbacks=[writer])
+    module = train(each([Hooked], plan)[0], writer)
     return module.gathered, module.answer, writer.written
 
 

@@ -1,7 +1,9 @@
-"""Small modules and runs that the runtime's tests share; the GPT owes nothing to the package."""
+"""Small modules that tests train; none of them owes anything to the package."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import torch
@@ -11,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 VOCABULARY = 23
 CONTEXT = 8
+ROWS = 4
 ADAM_EPS = 1e-2
 """For whatever compares runs after Adam.
 
@@ -68,14 +71,67 @@ class ToyOptions:
     optimizer: str = "adamw"
 
 
-class ToyModule(L.LightningModule):
+class ExactMuon(torch.optim.Muon):
+    """Muon that orthogonalises in fp32, not bf16, which would blow up rounding of the gradients."""
+
+    def step(self, closure: Any = None) -> Any:
+        with mock.patch.object(Tensor, "bfloat16", lambda tensor: tensor):
+            return super().step(closure)
+
+
+def optimizers_of(parameters: Iterable[nn.Parameter], name: str) -> Any:
+    """Return an optimizer with two groups, and its warm-up."""
+    given = list(parameters)
+    decay, rest = ([p for p in given if (p.ndim >= 2) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    if name == "sgd":
+        optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    elif name == "muon":
+        optimizer = ExactMuon(decay, lr=1e-2)  # It takes matrices only.
+    else:
+        is_fused = name == "fused adamw"
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=ADAM_EPS, fused=is_fused)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
+    return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class Compared(L.LightningModule):
+    """What `tests.fits` asks of a module: its data, and what it has seen."""
+
+    iteration_rows = ROWS
+    """Of an iteration, over all pipelines, where a case says nothing."""
+    layers_at: str | None = None
+    """The strategy's `layers`."""
+    validates = 0
+    """How many validation sets there are."""
+    predicts = False
+    """What it then predicts is what it has seen."""
+    seen: Any = None
+    """Numbers, or lists of them, that a rank must know, too."""
+    collate: Any = None
+    loader: Any = DataLoader
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+
+    def rows(self, num_empty: int) -> Dataset[Any]:
+        return Rows(2 * ROWS, num_empty)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.1)
+
+
+class ToyModule(Compared):
     """A GPT with uneven numbers of ignored targets, so that weights of micro-batches matter."""
 
     def __init__(self, options: ToyOptions) -> None:
         super().__init__()
         self.options = options
         self.model = GPT(options.num_layers, options.width, tied=options.tied)
-        self.losses: list[float] = []
 
     def loss(self, batch: Any) -> Tensor:
         ids, labels = batch
@@ -96,20 +152,37 @@ class ToyModule(L.LightningModule):
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(batch[0]).argmax(-1)
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
     def configure_optimizers(self) -> Any:
-        decay = [p for p in self.parameters() if p.ndim >= 2]
-        rest = [p for p in self.parameters() if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        if self.options.optimizer == "sgd":
-            optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-        else:
-            is_fused = self.options.optimizer == "fused adamw"
-            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=ADAM_EPS, fused=is_fused)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return optimizers_of(self.parameters(), self.options.optimizer)
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, 6)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class TinyModule(Compared):
+    """A subclass says what its loss is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Tiny()
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids, labels = batch
+        return self.loss(self.model(ids), labels)
 
 
 class TokenRows(Dataset[Any]):
@@ -127,6 +200,15 @@ class TokenRows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         return self.ids[index], self.labels[index]
+
+
+class Rows(TokenRows):
+    """Rows of which the first ones of every four may have no targets."""
+
+    def __init__(self, num_rows: int, num_empty: int = 0) -> None:
+        super().__init__(num_rows)
+        for row in range(num_empty):
+            self.labels[row::ROWS] = -100
 
 
 def loader(num_rows: int, batch_size: int, seed: int = 7) -> DataLoader[Any]:

@@ -39,7 +39,8 @@ class Dispatch:
     pipeline_of: tuple[int, ...]
     """Index of the pipeline of each sequence."""
     latency_s: float
-    """Largest Eq. 2 (with c) over the pipelines."""
+    """The largest time of a pipeline by Eq. 2, with `c` for each micro-batch (see
+    `pipeline_cost.CostTable.ends_s`)."""
 
 
 def dispatch(lengths: ArrayLike, pipelines: Sequence[PipelineCost]) -> Dispatch:

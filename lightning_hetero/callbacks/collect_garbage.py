@@ -18,7 +18,7 @@ __all__ = ["CollectGarbage"]
 
 
 class CollectGarbage(Callback):
-    """Collect garbage on all ranks after every so many steps, and at no other time.
+    """Collect garbage on all ranks every `every_n_steps` steps, and at no other time.
 
     ::
 
@@ -52,14 +52,7 @@ class CollectGarbage(Callback):
         gc.freeze()
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         # Batches that only accumulate gradients end no step.
         ended, self._step = trainer.global_step > self._step, trainer.global_step
         if ended and trainer.global_step % self.every_n_steps == 0:
@@ -70,9 +63,7 @@ class CollectGarbage(Callback):
         self._restore()
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         self._restore()
 
     def _restore(self) -> None:

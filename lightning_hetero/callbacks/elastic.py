@@ -82,15 +82,15 @@ class ElasticRestart(Callback):
             torchrun 30 s after its SIGTERM.
         in_place: Whether the other processes go on without a lost rank, under a plan for the
             remaining ranks and with as many samples per iteration as before. With
-            `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost.
-            They go on from the newest checkpoint, and the log says why, if a slice's owner and
-            standby are both lost, if a step was made half or by some ranks only, or if an epoch or
-            training was about to end. A validation in mid-epoch that was due is run. Ranks that
-            leave on a notice, and joiners, cost no step: all save first. In other cases (no
-            checkpoint yet, the store's node lost, a fault that recurs) all processes end, as
-            without this option.
-        heartbeat_timeout: With `in_place`, how long a rank may show no heartbeat during training
-            (20 s before) until it counts as lost. Dead processes are noticed at once.
+            `HeteroStrategy(redundancy=1)` they go on from their own slices, and no step is lost. In
+            three cases they go back to the newest checkpoint, and the log says why: a slice's owner
+            and standby are both lost, only some ranks have made the optimizer step, or an epoch or
+            training was about to end. Ranks that leave on a notice, and joiners, cost no step,
+            since all save first. All processes end, as without this option, if there is no
+            checkpoint yet, if the node that serves the store is lost, or if the same fault recurs.
+        heartbeat_timeout: With `in_place`, a rank counts as lost after this long without a
+            heartbeat (before training begins, after 20 s). A process that has died is noticed at
+            once.
         replace_lost: With `in_place`, whether another process is started on the device of one that
             was lost (not of one that left): after 5 s, and if one is lost there again within an
             hour, after 20 s, 80 s, …, 10 minutes. Never after SIGTERM, SIGINT or SIGHUP.
@@ -170,9 +170,7 @@ class ElasticRestart(Callback):
             self._watcher.start()
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         change, self._change = self._change, None
         if change is not None:
             raise change
@@ -195,7 +193,7 @@ class ElasticRestart(Callback):
         return waits and not self._holds_back and time.monotonic() >= self._lets_in_at_s
 
     @override
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
         # The next generation repeats a validation in mid-epoch, but not one at the end of an epoch,
         # or of training: joiners wait for that, and ranks that leave may have no time for it.
         at_end = has_finished_epoch(trainer) or trainer.fit_loop.epoch_loop._is_training_done
@@ -347,9 +345,7 @@ class ElasticRestart(Callback):
             self._sigterm = None
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         # A SIGTERM from now on only sets the flag, since this process ends anyway.
         self._stop_watching()
 

@@ -16,9 +16,7 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
 from torch.distributed import is_torchelastic_launched
-from torch.optim import Optimizer
 from torchmetrics import Metric
 from typing_extensions import override
 
@@ -247,9 +245,7 @@ class LayerwiseCheckpoint(Checkpoint):
     # -- steps ----------------------------------------------------------------------------------
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         self._wait_for_snapshot()
 
     @override
@@ -263,14 +259,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._live.begin_epoch(trainer)
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Tensor | Mapping[str, Any] | None,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
@@ -336,9 +325,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._live = LiveSteps()
 
     @override
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, *_: Any) -> None:
         # Don't wait for unfinished writes: other ranks may be gone, and a restart is due.
         self._let_go()
         self._live = LiveSteps()
@@ -358,15 +345,15 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         # Does nothing after a run's normal end. After the loss of a rank, another fit may follow.
-        self._let_go()
+        self._let_go(goes_on=_goes_on(trainer))
         self.saved = self._found = None
 
-    def _let_go(self) -> None:
+    def _let_go(self, *, goes_on: bool = False) -> None:
         writer, leases, self._writer, self._leases = self._writer, self._leases, None, None
         if writer is not None:
             writer.leave()
         if leases is not None:
-            leases.release()
+            leases.release(goes_on=goes_on)
         self.node_of_rank = ()
         self._peers.close()
 

@@ -10,10 +10,10 @@ since 1970. `read_log` reads all events, `lightning-hetero stragglers` those abo
   changes after a start are logged, because a run may change its plan in every step.
 - `validated`: the metrics of a validation.
 - `generation`: ranks were lost, have left or joined, and the others go on in place
-  (`ElasticRestart(in_place=True)`). It says which ranks were `lost` or have left (by their number
-  at the first start; joiners get the next numbers), which have `joined`, how many `ranks` go on,
-  how many steps they repeat (`steps_again`), and the seconds between the last step and the next one
-  (`idle_s`).
+  (`ElasticRestart(in_place=True)`). `lost` has those that were lost or left, `joined` those that
+  joined, each by its number: its rank at the first start, or the next free number for a joiner.
+  `ranks` is how many go on, `steps_again` how many steps they repeat, `idle_s` the seconds between
+  the last step and the next one.
 - `failed`: a rank ends with an error; written by that rank.
 - `ended`: training is finished.
 
@@ -99,14 +99,7 @@ class RunLog(Callback):
         note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._note_generation(trainer)
         strategy = run_of(trainer).strategy
         if strategy is not None and strategy.plan != self._plan:
@@ -165,7 +158,18 @@ class RunLog(Callback):
 
 
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the events that a log has so far; incomplete lines are skipped, with a warning."""
+    """Yield the events that a log has so far, oldest first.
+
+    Lines that a crash has left incomplete are skipped, with a warning. ::
+
+        steps = [e["step"] for e in read_log("events.jsonl") if e["event"] == "recovered"]
+
+    Args:
+        path: The log, which a run may still be writing.
+
+    Raises:
+        OSError: The file can't be read.
+    """
     for _, entry in read_entries(path):
         if isinstance(entry, dict):
             yield entry

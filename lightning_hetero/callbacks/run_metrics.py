@@ -81,19 +81,12 @@ class RunMetrics(Callback):
         self._peak_flops_per_s = 0.0 if self._spec is None else device.peak_flops_per_s
 
     @override
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, *_: Any) -> None:
         self._start_s = time.perf_counter()
 
     @override
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
         strategy = _strategy_of(trainer)
         times, place = strategy.engine.clock.last, strategy.engine.place

@@ -5,7 +5,7 @@ A thin adapter; `lightning_hetero.straggler` makes all decisions. After every op
 1. Each rank notes how long the step took, and whether its own pace has changed (`RankHistory`).
 2. Rank 0 gets the notes of all ranks and decides what to do (`RunWatch`): two small messages on
    CPU.
-3. If it decides to look for a cause, all ranks report and probe, and rank 0 finds it (`look`).
+3. If it decides to diagnose, all ranks report and probe, and rank 0 finds the cause.
 4. If it decides on a mitigation, all ranks carry it out: another plan, or a restart.
 
 Any strategy can be watched. `HeteroStrategy`'s clock distinguishes computing from waiting; under
@@ -22,7 +22,6 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
 from typing_extensions import override
 
 from lightning_hetero.callbacks.watching.session import StragglerSession
@@ -126,25 +125,16 @@ class StragglerMonitor(Callback):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any
     ) -> None:
         self._step.begin_batch(batch)
 
     @override
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
+    def on_before_backward(self, *_: Any) -> None:
         self._step.end_forward()
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = run_of(trainer).strategy
         if strategy is not None:
             share = strategy.plan.share(trainer.global_rank)

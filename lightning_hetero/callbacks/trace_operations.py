@@ -112,7 +112,7 @@ class TraceOperations(Callback):
 
     @override
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, *_: Any
     ) -> None:
         self._now, self._step_s = None, None
         step = trainer.fit_loop.total_batch_idx
@@ -136,21 +136,12 @@ class TraceOperations(Callback):
         self._now = _Iteration(step=step, plan=plan, place=place, lengths=lengths)
 
     @override
-    def on_before_optimizer_step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any
-    ) -> None:
+    def on_before_optimizer_step(self, *_: Any) -> None:
         if self._now is not None:
             self._step_s = time.perf_counter()
 
     @override
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = trainer.strategy
         assert isinstance(strategy, HeteroStrategy)
         clock, ended = strategy.engine.clock, self._now

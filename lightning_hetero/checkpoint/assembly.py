@@ -44,7 +44,8 @@ CHUNK_BYTES = 16 << 20
 """Most bytes of one fetch, which sender and receiver hold in memory."""
 
 _Stored = Sequence[tuple[int, SliceEntry, TensorEntry]]
-"""(part, slice, tensor) of one key of a parameter, the own part's first."""
+"""All stored slices of one tensor of a parameter, such as its "exp_avg", as (part, slice, tensor).
+Those of this rank's own part come first."""
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -156,7 +157,11 @@ class Assembly:
     def _plan(
         self, need: SliceNeed, slices: Sequence[tuple[int, SliceEntry]]
     ) -> tuple[dict[str, tuple[torch.Tensor, bool]], Mapping[str, Scalar]]:
-        """Return views of buffers by key, each with whether rows are cut out of it; plain state."""
+        """Return the slice's tensors, by key, and its plain state.
+
+        The tensors are views of buffers that will be filled. With each goes whether the needed rows
+        must still be cut out of it.
+        """
         if not slices:
             raise CheckpointError(
                 f"The checkpoint has no parameter {need.parameter}. It was saved from another "
@@ -197,7 +202,7 @@ class Assembly:
     def _cover(
         self, need: SliceNeed, key: str, stored: _Stored, rows: Sequence[tuple[int, int]]
     ) -> torch.Tensor:
-        """Return rows in order: of the own part, else of the slice that reaches furthest."""
+        """Return the rows in order, each run from the own part or else the longest slice."""
         pieces = []
         for start, stop in rows:
             position = start
@@ -205,7 +210,7 @@ class Assembly:
                 having = [item for item in stored if item[1].start <= position < item[1].stop]
                 if not having:
                     raise CheckpointError(
-                        f"Nobody has rows {position} and on of {need.parameter}/{key} "
+                        f"No part has rows from {position} on of {need.parameter}/{key} "
                         f"{need.shape}; rows [{start}, {stop}) are needed."
                     )
                 part, entry, tensor = max(
@@ -220,14 +225,17 @@ class Assembly:
                 position = until
         if not pieces:
             raise CheckpointError(
-                f"Rows {list(rows)} of {need.parameter} are none at all. Ask for one or more."
+                f"Rows {list(rows)} of {need.parameter} contain no row. Ask for one or more."
             )
         num = sum(stop - start for start, stop in rows)
         shape = (num, *tensor.shape[1:]) if tensor.shape else ()
         return self._buffer(pieces).view(SAFETENSORS_DTYPES[tensor.dtype]).reshape(shape)
 
     def _whole_tensor(self, need: SliceNeed, key: str, stored: _Stored) -> torch.Tensor:
-        """Return state that can't be cut: a single number of any slice, else of the same rows."""
+        """Return state that can't be cut.
+
+        It is one number, the same in every slice, or it was saved for exactly the needed rows.
+        """
         for part, entry, tensor in stored:
             if need.is_just(entry.dim, entry.start, entry.stop) or prod(tensor.shape) == 1:
                 buffer = self._buffer([FileRange(part, tensor.file, tensor.begin, tensor.end)])
@@ -240,7 +248,7 @@ class Assembly:
         )
 
     def _buffer(self, pieces: Sequence[FileRange]) -> torch.Tensor:
-        """Return a buffer that the pieces will fill, one behind the other."""
+        """Return a buffer that the pieces will fill, end to end."""
         buffer = torch.empty(sum(item.stop - item.start for item in pieces), dtype=torch.uint8)
         rest = buffer.numpy().data
         for item in pieces:

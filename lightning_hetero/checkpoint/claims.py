@@ -59,7 +59,9 @@ def read_run(store: Store) -> str:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{store}/{RUN_FILE} is torn: {error!r}. Delete it.") from error
     if CheckpointId.parse(CheckpointId(0, 0, run).folder) is None:
-        raise CheckpointError(f"{store}/{RUN_FILE} is torn: {run!r} is no run. Delete it.")
+        raise CheckpointError(
+            f"{store}/{RUN_FILE} is torn: {run!r} isn't a run's identity. Delete it."
+        )
     return run
 
 
@@ -112,12 +114,14 @@ class Lease:
         self._beat_s = beat_s
         self._session = uuid.uuid4().hex
         self._beats = 0
-        self._thief: dict[str, Any] | None = None
+        self._taken_over_by: dict[str, Any] | None = None
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._live, name="checkpoint-lease", daemon=True)
 
     def take(self) -> None:
-        """Become the owner; wait if it is unclear whether the last owner is alive.
+        """Take the lease.
+
+        If it is unclear whether the job that holds it is alive, wait until it is clear.
 
         Raises:
             OccupiedError: Another live job writes here.
@@ -138,7 +142,7 @@ class Lease:
             self._thread.start()
 
     def _wait_for_end_of(self, owner: dict[str, Any] | None) -> None:
-        """Return once an owner is known to be gone."""
+        """Return once the job that holds the lease is known to be gone."""
         if owner is None or self._is_gone(owner):
             return
         if not self._shared:
@@ -154,14 +158,17 @@ class Lease:
                 raise OccupiedError(self._describe(found))
 
     def raise_if_lost(self) -> None:
-        """Raise OccupiedError if another job has become the owner."""
-        if self._thief is not None:
-            raise OccupiedError(self._describe(self._thief))
+        """Raise OccupiedError if another job has taken the lease over."""
+        if self._taken_over_by is not None:
+            raise OccupiedError(self._describe(self._taken_over_by))
 
-    def release(self) -> None:
-        """Release the lease, so that others may write; give up soon if storage doesn't answer."""
+    def release(self, *, goes_on: bool = False) -> None:
+        """Release the lease, so that others may write; give up soon if storage doesn't answer.
+
+        If the run `goes_on`, the file stays: its next generation takes over the lease.
+        """
         self._ended.set()
-        if self._thief is None:
+        if self._taken_over_by is None and not goes_on:
             remover = threading.Thread(target=self._remove, daemon=True)
             remover.start()
             remover.join(2.0)
@@ -173,13 +180,16 @@ class Lease:
                 found = self._read()
                 is_own = found is None or found.get("session") == self._session
                 if found is not None and not is_own and not _is_of_own_run(found):
-                    self._thief = found
+                    self._taken_over_by = found
                     return
                 if not self._ended.is_set():
                     self._write()
 
     def _read(self) -> dict[str, Any] | None:
-        """Return the owner of the place; None if there is none, or its file can't be parsed."""
+        """Return the job that holds the lease.
+
+        None if there is none, or its file can't be parsed.
+        """
         try:
             found = json.loads(self._store.read(OWNER_FILE))
         except (FileNotFoundError, ValueError):
@@ -230,7 +240,7 @@ class Lease:
 
 
 def _is_of_own_run(owner: dict[str, Any]) -> bool:
-    """Whether an owner belongs to this run: to this generation of its ranks or an earlier one.
+    """Whether a lease is held by this run, by this generation of its ranks or an earlier one.
 
     It may be a lost rank that still runs: by itself it can't complete a checkpoint.
     """

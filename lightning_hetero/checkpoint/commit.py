@@ -91,7 +91,7 @@ class Committer:
         options: WriterOptions,
     ) -> None:
         self.progress = Progress()
-        """Ticks with every sign of progress of any rank that is waited for."""
+        """Ticks whenever any rank that is waited for makes progress."""
         self.overdue: CheckpointError | None = None
         """The error to raise because no lasting tier has taken any checkpoint for too long; or
         None."""
@@ -112,10 +112,11 @@ class Committer:
         self._lost_peer: Exception | None = None
         self._lasting = Lasting()
         self._whole: CheckpointId | None = None
-        """The newest checkpoint of which the nodes' own tiers together have all parts."""
+        """The newest checkpoint whose parts are all in the nodes' own tiers, of any kind: some on
+        disks, others in shared memory."""
         self._sound: dict[TierKind, CheckpointId] = {}
-        """For each kind of tier the newest checkpoint of which tiers of this kind have all
-        parts."""
+        """For each kind of tier, the newest checkpoint whose parts are all in tiers of this
+        kind."""
 
     @property
     def complete_steps(self) -> dict[str, int]:
@@ -169,7 +170,7 @@ class Committer:
         why = " ".join(self._lasting.reasons)
         self._offer(part, task.uploaded, statuses)
         tidy = partial(self._tidy, task.id)
-        _, statuses = self._peers.do(tidy, self._tell_waited, may_fail=True)
+        _, statuses = self._peers.do(tidy, self._waited_status, may_fail=True)
         # By the clock of rank 0, so that all ranks judge alike.
         self._judge(statuses[0].get("waited_s", 0.0))
         if not is_whole:
@@ -259,7 +260,7 @@ class Committer:
                 _log.warning("Couldn't tidy up %s: %s", tier, error)
             progress.tick()
 
-    def _tell_waited(self, _: None) -> dict[str, Any]:
+    def _waited_status(self, _: None) -> dict[str, Any]:
         return {"waited_s": self._lasting.waited_s}
 
     def _judge(self, waited_s: float) -> None:
@@ -348,7 +349,7 @@ class Committer:
             return False
         self.upload_deferred()
         self._uploads.submit(self.progress.tick).result()
-        _, statuses = self._peers.do(self._look_again, dict, may_fail=True)
+        _, statuses = self._peers.do(self._check_again, dict, may_fail=True)
         return not any("error" in status for status in statuses) and bool(_sound_kinds(statuses))
 
     def end(self) -> None:
@@ -358,7 +359,7 @@ class Committer:
             with suppress(InvalidStateError):  # A rank was lost after it was offered.
                 self._deferred[1].set_result(False)
 
-    def _look_again(self, _: Progress) -> dict[str, Any]:
+    def _check_again(self, _: Progress) -> dict[str, Any]:
         """Return this rank's lasting tiers, and which of them still have its newest part."""
         tiers = [*self._own, *([] if self._remote is None else [self._remote])]
         lasting = [tier for tier in tiers if tier.kind is not TierKind.MEMORY]

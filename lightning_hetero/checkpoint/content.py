@@ -174,7 +174,7 @@ def optimizer_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class SliceNeed:
-    """Rows of a parameter along `dim`, with their optimizer state."""
+    """The rows of one parameter, along `dim`, that a rank asks for with their optimizer state."""
 
     parameter: str
     shape: tuple[int, ...]
@@ -186,7 +186,10 @@ class SliceNeed:
     """Whether a checkpoint may lack the parameter, as it lacks frozen weights without owners."""
 
     def is_just(self, dim: int, start: int, stop: int) -> bool:
-        """Whether exactly these rows are needed; a whole parameter is the same along any dim."""
+        """Whether exactly these rows are needed.
+
+        All rows along one dim are all rows along any other.
+        """
         if (self.dim, self.rows) == (dim, ((start, stop),)):
             return True
         own, other = num_rows(self.shape, self.dim), num_rows(self.shape, dim)

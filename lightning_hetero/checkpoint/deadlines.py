@@ -28,9 +28,8 @@ _T = TypeVar("_T")
 _Item = TypeVar("_Item")
 
 MARGIN = 1.5
-"""Factor by which a wait for work is longer than the work may hang.
-
-So work that hangs raises its own error, which says more, before the wait for it ends.
+"""A wait for work lasts longer, by this factor, than the work itself may hang. So work that hangs
+first raises its own error, which says more.
 """
 _MAX_HANGING = 8
 

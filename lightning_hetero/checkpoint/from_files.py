@@ -42,7 +42,8 @@ __all__ = ["Recovery"]
 
 _log = logging.getLogger(__name__)
 _LOOKS = 20
-"""Largest number of inventories, if another run deletes checkpoints in between."""
+"""Largest number of inventories that are taken: another run may delete checkpoints in between, and
+then the next one is taken."""
 
 
 class _ExhaustedError(CheckpointError):
@@ -142,7 +143,7 @@ class Recovery:
                 choice = choose(self._inventory, skip_unreadable=self._skip_unreadable)
                 run = run if choice.run is None else choice.run
                 attempt = choice.attempt
-        own = self._looked_after
+        own = self._maintained
         # The place of a recovered state already has the run's identity, so writing it to others may
         # fail.
         may_fail = self._skip_unreadable or recovered is not None
@@ -176,11 +177,11 @@ class Recovery:
         return None
 
     @property
-    def _looked_after(self) -> list[Tier]:
-        """The tiers that this rank lists and marks for all ranks that share them."""
+    def _maintained(self) -> list[Tier]:
+        """The tiers that this rank lists, marks and prunes for all ranks that share them."""
         rank = self._peers.global_rank
         is_first = self.node_of_rank.index(self._node) == rank
-        return [t for t in self._tiers if t.is_looked_after_by(rank, is_first_of_node=is_first)]
+        return [t for t in self._tiers if t.is_maintained_by(rank, is_first_of_node=is_first)]
 
     @property
     def _places(self) -> str:
@@ -216,7 +217,7 @@ class Recovery:
 
     def _take(self, progress: Progress) -> Inventory:
         return take_inventory(
-            self._looked_after,
+            self._maintained,
             node=self._node,
             manifests=self._manifests,
             progress=progress,

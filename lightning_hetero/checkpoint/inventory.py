@@ -5,9 +5,10 @@ bitmap); rank 0 also reports those of the remote tier. Only this module decides 
 are complete. Checksums are compared later, when files are read.
 
 From all reports, each rank chooses the same run and checkpoint, or raises the same error. A run
-never begins anew if there is, or might be, a lasting checkpoint (on a disk or in a remote store).
-One that is only in shared memory doesn't count, because it is lost with its node: if a run loses it
-before any lasting place has a checkpoint, the run begins anew.
+never begins anew if a *lasting* place (a disk or a remote store, which outlives the machine's
+memory) has a checkpoint, or can't be read and so might have one. A checkpoint only in shared memory
+doesn't count, because it is lost with its node. If a run loses it before any lasting place has a
+checkpoint, the run begins anew.
 """
 
 from collections import defaultdict
@@ -51,8 +52,8 @@ __all__ = [
 
 _READERS = 16
 _UNSEEN_ATTEMPTS = 1000
-"""An unreadable place may know of more starts of the run than the others; surely of fewer than this
-many more."""
+"""Added to the attempt number if a place can't be read. That place may have seen more starts of the
+run than the others, but surely not this many more."""
 
 Manifests = dict[tuple[CheckpointId, int, int], PartManifest]
 """Manifests by checkpoint, its number of parts, and part."""

@@ -1,4 +1,4 @@
-"""Measure for how long no tier that outlives the processes has taken a checkpoint."""
+"""Measure for how long no lasting tier (a disk or a remote store) has taken a checkpoint."""
 
 import time
 from collections import deque
@@ -21,7 +21,8 @@ class Lasting:
     newest: CheckpointId | None = None
     """The newest checkpoint of which a lasting tier has all ranks' parts."""
     since_s: float | None = None
-    """Since when a checkpoint has been missing in lasting tiers; None if none is."""
+    """Monotonic time since which the newest checkpoint has been missing in lasting tiers. It
+    restarts when an older one arrives there. None if the newest one has arrived."""
     reasons: "deque[str]" = field(default_factory=lambda: deque(maxlen=_NUM_REASONS))
     """The last failures since a lasting tier took a checkpoint."""
 

@@ -60,7 +60,8 @@ _FORMAT = 1
 _HEAD = b'{"crc32": "%08x", "manifest": '
 _TAIL = b"}\n"
 _BARE_NAME = re.compile(r"(?!(?:confirmed|rejected)$)[A-Za-z0-9_][A-Za-z0-9._-]*")
-"""No name that leads out of the checkpoint's folder, nor one of the files that judge it."""
+"""Matches names of files inside the checkpoint's folder. It excludes paths that lead out of the
+folder, and the marker files `confirmed` and `rejected`."""
 
 
 @total_ordering
@@ -88,7 +89,7 @@ class CheckpointId:
 
     @classmethod
     def parse(cls, folder: str) -> "CheckpointId | None":
-        """Return the checkpoint that a folder's name stands for; None if it is no such name."""
+        """Return the checkpoint that a folder's name stands for; None if it isn't such a name."""
         match = re.fullmatch(r"step-(\d{12,20})-(\d{6,20})(?:-([0-9a-z-]{1,64}))?", folder)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3] or "")
 
@@ -199,7 +200,7 @@ class PartManifest:
         """Bytes of all files."""
         return sum(entry.size_bytes for entry in self.files)
 
-    def refuse_crafted(self) -> None:
+    def refuse_forged(self) -> None:
         """Check that a rank can have written this manifest: its file may come from anywhere.
 
         Raises:
@@ -233,7 +234,7 @@ class PartManifest:
         """Parse what `encode` returns.
 
         Raises:
-            CheckpointError: It is torn, altered, or of another format.
+            CheckpointError: It is torn (only partly written), altered, or of another format.
         """
         length = len(_HEAD % 0)
         text = data[length : -len(_TAIL)]

@@ -1,7 +1,8 @@
-"""Whether this machine is about to be taken away, as AWS, GCP, Azure or a signal says.
+"""Find out from AWS, GCP, Azure or a signal whether this machine is about to be taken away.
 
-A notice only says so. What to do about it (agree at a step boundary, snapshot, leave) is decided
-elsewhere. `NoticeWatcher` asks from a thread, so that no training step waits for a metadata server.
+What to do about a notice (agree at a step boundary, save, leave) is decided in `callbacks.elastic`.
+`NoticeWatcher` polls the providers' metadata servers from a thread, so that no training step waits
+for them.
 """
 
 import json
@@ -32,16 +33,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """This machine will go."""
+    """The announcement that this machine will be taken away."""
 
     reason: str
-    """The provider's words."""
+    """What the provider's server said."""
     at: datetime | None = None
-    """When, as far as it is known; with a time zone."""
+    """When it will go, with a time zone; None if the provider doesn't say."""
 
 
 class PreemptionNotice(Protocol):
-    """Something that knows whether this machine will be taken away."""
+    """A source that knows whether this machine will be taken away.
+
+    Write your own for a provider that isn't here: any object with this method. ::
+
+        class FileNotice:
+            def pending(self) -> Notice | None:
+                return Notice(reason="asked to go") if Path("/run/leave").exists() else None
+    """
 
     def pending(self) -> Notice | None:
         """Return the notice, or None; OSError if nobody answers."""
@@ -75,7 +83,12 @@ class _MetadataServer:
 
 @dataclass(kw_only=True)
 class AwsSpotNotice(_MetadataServer):
-    """EC2 spot: /latest/meta-data/spot/instance-action, two minutes ahead (IMDSv2)."""
+    """Notice that AWS will interrupt this EC2 spot instance, two minutes ahead.
+
+    It polls `/latest/meta-data/spot/instance-action` of the instance's metadata (IMDSv2). ::
+
+        Trainer(callbacks=[LayerwiseCheckpoint("s3://bucket/run"), ElasticRestart(AwsSpotNotice())])
+    """
 
     base_url: str = "http://169.254.169.254"
 
@@ -98,7 +111,12 @@ class AwsSpotNotice(_MetadataServer):
 
 @dataclass(kw_only=True)
 class GcpPreemptionNotice(_MetadataServer):
-    """GCE: /computeMetadata/v1/instance/preempted turns TRUE, thirty seconds ahead."""
+    """Notice that Google will preempt this Compute Engine instance, thirty seconds ahead.
+
+    It polls `/computeMetadata/v1/instance/preempted`, which is then "TRUE". ::
+
+        Trainer(callbacks=[saving, ElasticRestart(GcpPreemptionNotice())])
+    """
 
     base_url: str = "http://metadata.google.internal"
 
@@ -111,14 +129,18 @@ class GcpPreemptionNotice(_MetadataServer):
 
 @dataclass(kw_only=True)
 class AzureScheduledEvents(_MetadataServer):
-    """Azure: Preempt and Terminate events of this machine, half a minute ahead.
+    """Notice that Azure will evict or delete this virtual machine, half a minute ahead.
 
-    Its first answer may take two minutes.
+    It polls `/metadata/scheduledevents` for Preempt and Terminate events. Azure turns these events
+    on at the first request, whose answer may take two minutes. ::
+
+        Trainer(callbacks=[saving, ElasticRestart(AzureScheduledEvents(machine="node-3"))])
     """
 
     base_url: str = "http://169.254.169.254"
     machine: str | None = None
-    """Name of this virtual machine; None takes events of any in the placement group."""
+    """Name of this virtual machine. None takes the events of all machines in the placement group,
+    so give it if there are several."""
 
     def pending(self) -> Notice | None:
         """Return the first event that takes this machine away."""
@@ -138,7 +160,7 @@ class SigtermNotice:
     """SIGTERM to this process; make it in the main thread and undo it with `restore`.
 
     Args:
-        pass_on: Whether the handler that was there before hears of the signal, too.
+        pass_on: Whether the earlier handler is called as well.
         is_received: Whether the signal has come already.
     """
 
@@ -164,15 +186,15 @@ class SigtermNotice:
 
 
 class NoticeWatcher:
-    """Asks from a daemon thread and keeps the first notice.
+    """Polls notices from a daemon thread, and keeps the first one.
 
         watcher = NoticeWatcher([AwsSpotNotice(), SigtermNotice()])
         watcher.start()
         watcher.pending()  # None, until this machine is about to go
 
     Args:
-        notices: Whom to ask.
-        interval_s: Seconds between rounds.
+        notices: The notices to poll.
+        interval_s: Seconds between two polls.
     """
 
     def __init__(self, notices: Sequence[PreemptionNotice], *, interval_s: float = 2.0) -> None:
@@ -184,7 +206,7 @@ class NoticeWatcher:
         self._thread = threading.Thread(target=self._watch, name="preemption-notice", daemon=True)
 
     def start(self) -> None:
-        """Start asking."""
+        """Start to poll."""
         self._thread.start()
 
     def stop(self) -> None:

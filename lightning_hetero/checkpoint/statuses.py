@@ -72,7 +72,7 @@ class Peers:
         self.timeout_s = timeout_s
         self.server = FileServer(host)
         self.progress = Progress()
-        """Ticks with every sign of progress of any rank, while this one waits."""
+        """Ticks whenever any rank makes progress while this one waits."""
         self._keys = keys
         self._prefix = ""
         self._is_over = is_over
@@ -85,7 +85,7 @@ class Peers:
 
         Args:
             timeout_s: How long the other thread waits for work that makes no progress.
-            progress: Ticks with every sign of progress of any rank, while the thread waits.
+            progress: Ticks whenever any rank makes progress while the thread waits.
         """
         made = copy.copy(self)
         made.timeout_s, made.progress = timeout_s, progress

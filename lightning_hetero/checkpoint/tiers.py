@@ -3,9 +3,9 @@
 A checkpoint has one *part* for each rank. A part is *whole* in a place if its manifest is valid and
 each file has the size that the manifest says. A checkpoint is *complete* if all places together
 have every file of all parts (`inventory`). It is *confirmed* in a tier once all ranks have said
-that such tiers have their parts. Deleted are only checkpoints that are older than confirmed ones,
-and those that this start of the run knows to be useless. A part's manifest is deleted first, so
-that a part that is half deleted doesn't count.
+that such tiers have their parts. Two kinds of checkpoints are deleted: those that are older than
+the newest confirmed ones, and incomplete ones of this start of the run, which can't become complete
+any more. A part's manifest is deleted first, so that a part that is half deleted doesn't count.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class TierKind(IntEnum):
-    """Kinds of places, from the fastest to the one that survives most."""
+    """Kinds of places, from the fastest to the most lasting."""
 
     LIVE = -1
     """Memory of a rank that trains: ends with the process."""
@@ -121,8 +121,8 @@ class Tier:
         """Return the location by which all ranks refer to this tier of a node."""
         return Location(self.name if self.kind is TierKind.REMOTE else node, self.kind)
 
-    def is_looked_after_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
-        """Return whether a rank lists, marks and prunes the tier for all ranks that share it."""
+    def is_maintained_by(self, global_rank: int, *, is_first_of_node: bool) -> bool:
+        """Whether a rank lists, marks and prunes the tier for all ranks that share it."""
         return global_rank == 0 if self.kind is TierKind.REMOTE else is_first_of_node
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ def read_manifest(store: Readable, checkpoint: CheckpointId, part: int) -> PartM
     data = store.read(name)
     try:
         manifest = PartManifest.decode(data)
-        manifest.refuse_crafted()
+        manifest.refuse_forged()
     except CheckpointError as error:
         raise TornError(f"{store}/{name}: {error}") from error
     if (manifest.id, manifest.part) != (checkpoint, part):

@@ -113,6 +113,10 @@ def _explain(path: Path, layout_path: Path | None, json_path: Path | None) -> in
     if layout_path is not None:
         layout = load_file(layout_path, "layout", ConfigurationError, _parse_layout)
     found = explain(trace)
+    if trace.unit_s < 1.0:
+        print(f"Times are read in units of {trace.unit_s:g} s: in seconds forwards would be long.")
+    if trace.num_left_out:
+        print(f"Left out {trace.num_left_out} steps, of which the trace lacks operations.")
     print(answer(found, layout))
     rows = [
         (

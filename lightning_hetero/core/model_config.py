@@ -151,8 +151,13 @@ def sizes_of_config(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 def _first(config: Mapping[str, Any], *keys: str, name: str) -> int:
     for key in keys:
-        if isinstance(config.get(key), int) and not isinstance(config[key], bool):
-            return int(config[key])
+        value = config.get(key)
+        if type(value) is int:
+            return value
+        if value is not None:
+            raise ModelError(
+                f"The config of {name!r} has {key} {show(value)}; it must be a whole number."
+            )
     raise ModelError(f"The config of {name!r} has none of {list(keys)}; it must have one.")
 
 
@@ -219,7 +224,7 @@ class Adapter:
         is_known = data.get("peft_type") == "LORA" and all(lists)
         names = set(map(str, saved))
         is_known &= not any(map(data.get, _UNCOUNTED)) and names <= _EMBEDDINGS | _HEADS
-        if not isinstance(rank, int) or not is_known:
+        if type(rank) is not int or not is_known:
             raise ModelError(
                 f"{_ADAPTER} has peft_type {show(data.get('peft_type'))}, r {show(rank)}, "
                 f"target_modules {show(targets)}, modules_to_save {show(saved)}. Sizes are known "

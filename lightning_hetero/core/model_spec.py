@@ -176,7 +176,11 @@ class ModelSpec:
 
     @property
     def head_params(self) -> int:
-        """Parameters after the last layer that train; also a tied head, which is held twice."""
+        """Parameters after the last layer that train.
+
+        A head tied to the embedding counts here, too, since first and last stage each hold the
+        weight.
+        """
         return self._own_head if self.tuning is None else self.tuning.head_params
 
     @property

@@ -127,7 +127,7 @@ class Progress:
         self.is_given_up = False
         """Whether nobody waits for the work any more."""
         self.part_of: Progress | None = None
-        """Larger work, whose progress ticks whenever this one does."""
+        """The progress of a larger task that this work is part of; it ticks, too."""
 
     def tick(self) -> None:
         """Note some progress."""

@@ -80,7 +80,7 @@ class BlockTimes:
         forward = times * self.blocks[largest][0]
         backward = times * self.blocks[largest][1]
         for size in binary_blocks(rest):
-            # A power that wasn't measured counts as two of the next smaller.
+            # A block that wasn't measured counts as two blocks of half its size.
             measured, factor = size, 1
             while measured not in self.blocks:
                 measured, factor = measured // 2, factor * 2

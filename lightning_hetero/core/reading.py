@@ -145,6 +145,7 @@ def build(schema: type[_T], data: Any, what: str, error: type[HeteroError]) -> _
     """
     try:
         built: _T = _adapter(cast("Any", schema)).validate_python(_without_units(data, ""))
+        _refuse_truths(data, built, "")
     except ValidationError as problem:
         raise error(_message(problem.errors(), what)) from problem
     except RecursionError:
@@ -170,6 +171,20 @@ def plain(value: Any) -> Any:
 
 class _WrongError(Exception):
     """A number's unit is wrong; the message says where it is and what should be there."""
+
+
+def _refuse_truths(given: Any, built: Any, where: str) -> None:
+    """Raise _WrongError where a number was built of true, as which YAML also reads yes and on."""
+    if isinstance(given, bool) and not isinstance(built, bool):
+        raise _WrongError(f"`{where}` is {show(given)}; it must be a number.")
+    if isinstance(given, Mapping):
+        is_mapping = isinstance(built, Mapping)
+        values = built.values() if is_mapping else [getattr(built, str(key)) for key in given]
+        for (key, item), made in zip(given.items(), values, strict=False):
+            _refuse_truths(item, made, f"{where}.{key}".lstrip("."))
+    elif isinstance(given, list | tuple) and isinstance(built, tuple):
+        for index, (item, made) in enumerate(zip(given, built, strict=False)):
+            _refuse_truths(item, made, f"{where}[{index}]")
 
 
 @functools.cache
@@ -235,8 +250,8 @@ def _remedy(key: str, missing: list[str]) -> str:
     longer = [name for name in sorted(_KEYS) if key and name.startswith(f"{key}_")]
     close = longer or difflib.get_close_matches(key, missing or _KEYS, n=1)
     if close:
-        return f"Did you mean {close[0]} by {show(key)}?"
-    return f"Take {show(key)} away{' and add ' if missing else ''}{', '.join(missing)}."
+        return f"Did you mean {close[0]} instead of {show(key)}?"
+    return f"Remove {show(key)}{' and add ' if missing else ''}{', '.join(missing)}."
 
 
 class MeasureUnit(StrEnum):

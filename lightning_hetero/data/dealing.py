@@ -33,7 +33,8 @@ class Deal:
     """How an iteration's samples are divided among pipelines, and one rank's pipeline."""
 
     shares: tuple[int, ...]
-    """Relative number of samples of each pipeline."""
+    """Samples of each pipeline, relative to each other: (2, 1) gives the first pipeline two
+    thirds."""
     pipeline_index: int | None
     """This rank's pipeline, None if it is idle."""
 
@@ -169,7 +170,8 @@ class DealtBatchSampler(Sampler[list[int]]):
         self.loader = ""
         """Which of the run's loaders it is for."""
         self.new_order: Order | None = None
-        """What the pass reads that has begun, until ranks compare it."""
+        """What the pass over the loader that has just begun is about to read; None once ranks have
+        compared it (`orders`)."""
         self.seed = seed
         """Seed of all epochs' orders; after a resume, that of the saved run."""
         self.epoch = 0
@@ -304,7 +306,8 @@ class DealtIterable:
         self.loader = ""
         """Which of the run's loaders it is."""
         self.new_order: Order | None = None
-        """What the pass reads that has begun, until ranks compare it."""
+        """What the pass over the loader that has just begun is about to read; None once ranks have
+        compared it (`orders`)."""
 
     def __iter__(self) -> Iterator[Any]:
         self.new_order = Order(self.loader, size_of(self._stream), None, digest=0)

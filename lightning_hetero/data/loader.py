@@ -34,7 +34,7 @@ _NUM_REMEMBERED = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Ticket:
-    """One rank's part of one iteration."""
+    """One rank's part of one iteration: the plan and the samples of its micro-batches."""
 
     plan: ParallelPlan | None
     """The plan that runs; None if each rank is a pipeline of its own."""
@@ -228,8 +228,9 @@ class AssignedLoader:
         progress: The run's cursor, which each batch moves; shared with the data module.
         num_workers: Processes that read samples and collate; 0 uses this process.
         restarts: Whether each pass begins a new epoch instead of continuing the last one.
-        num_trained: Returns how many iterations of the epoch were trained, for a Trainer that
-            prefetches; None counts all batches that were handed out.
+        num_trained: Returns how many iterations of the epoch were trained. A Trainer that
+            prefetches has taken more batches than that. None counts every batch that was taken as
+            trained.
         num_iterations: Iterations of every epoch; None if they aren't known.
     """
 

@@ -28,7 +28,7 @@ class Order:
     loader: str
     """Which loader, such as "training loader 0"."""
     num_batches: int | None
-    """None if the loader doesn't know."""
+    """Its number of batches; None if the loader has no length."""
     num_samples: int | None
     digest: int
     """Digest of the first indices; 0 if the loader has none."""
@@ -75,7 +75,7 @@ def peek(batches: Iterator[Any], dataset: object) -> tuple[int, Iterator[Any]]:
 
 def _joined(seen: list[Any], batches: Iterator[Any]) -> Iterator[Any]:
     yield from seen
-    # Not by `for`, which calls `iter`: some samplers are iterators that restart then.
+    # `for` would call `iter` again, on which some samplers restart.
     while (batch := next(batches, None)) is not None:
         yield batch
 

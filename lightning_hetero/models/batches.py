@@ -1,14 +1,15 @@
 """Count the samples, tokens and work of a batch of any type, and cut it into micro-batches.
 
 A batch is cut along dim 0 of its tensors, whose size must be the number of samples in all of them.
-Lists of that length are cut, too; other values are passed to every micro-batch. The fields of
+Lists of that length are cut, too, and other values are passed to every micro-batch. Without tensors
+the lists are counted, such as texts that the step tokenizes. The fields of
 dataclasses and of `UserDict`s, such as the `BatchEncoding` of Hugging Face's collators, are cut in
 the same way. A batch with a method `split(num_microbatches)`, such as `PackedBatch`, cuts itself.
 """
 
 import zlib
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, is_dataclass
 from itertools import pairwise
@@ -81,7 +82,7 @@ def count_samples(batch: Any) -> int:
     """Return the number of samples in a batch.
 
     Raises:
-        BatchError: Tensors differ in the size of dim 0, or none has a dim.
+        BatchError: Tensors differ in the size of dim 0, or, without any, lists in their lengths.
     """
     if isinstance(batch, EmptyBatch):
         return 0
@@ -89,12 +90,14 @@ def count_samples(batch: Any) -> int:
         return batch.num_samples
     tensors = tensors_of(batch)
     sizes = {tensor.shape[0] for tensor in tensors if tensor.ndim}
+    sizes = sizes or {len(leaf) for leaf in _leaves(batch, _is_column) if _is_column(leaf)}
     if len(sizes) != 1:
         found = [tuple(tensor.shape) for tensor in tensors if tensor.ndim]
         raise BatchError(
             f"A batch of type {type(batch).__name__} can't be cut into micro-batches: its tensors "
-            f"have shapes {found}, and dim 0 must be the same number of samples in all. Return "
-            "such tensors, or a batch with num_samples and split(num_microbatches)."
+            f"have shapes {found}, and dim 0 must be the same number of samples in all (without "
+            "tensors, the lengths of lists). Return such tensors, or a batch with num_samples and "
+            "split(num_microbatches)."
         )
     return sizes.pop()
 
@@ -107,12 +110,17 @@ def tensors_of(batch: Any) -> list[Tensor]:
     return [leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor)]
 
 
-def _leaves(batch: Any) -> Iterator[Any]:
-    for leaf in tree_flatten(batch)[0]:
+def _leaves(batch: Any, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    for leaf in tree_flatten(batch, is_leaf)[0]:
         if type(leaf) is not Tensor and _has_fields(leaf):
-            yield from _leaves(vars(leaf))
+            yield from _leaves(vars(leaf), is_leaf)
         else:
             yield leaf
+
+
+def _is_column(value: Any) -> bool:
+    """Whether a value of a batch without tensors has one entry per sample."""
+    return isinstance(value, list) and not any(isinstance(i, Tensor | list | tuple) for i in value)
 
 
 def _has_fields(leaf: Any) -> bool:

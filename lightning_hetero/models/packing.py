@@ -7,8 +7,9 @@ two-stage assignment to pipelines and devices is in `assign` and `data`.
 The runtime weights micro-batches by their target tokens. If the loss is a mean over these tokens,
 every plan gives the gradient that a single device would compute.
 
-A model that gets only token ids (`model(input_ids=...)`) can't distinguish packed samples from a
-single one. So packed ids are remembered by the address of their memory, which their views share.
+A model that gets only token ids (`model(input_ids=...)`) can't tell packed samples from a single
+one, and must refuse them. So the memory addresses of packed ids are remembered: a view of the ids
+has the same address.
 """
 
 import heapq
@@ -280,7 +281,7 @@ def _own_labels(sample: Any, index: int, row: Tensor) -> Tensor:
     if len(labels) != len(sample["input_ids"]):
         raise BatchError(
             f"Sample {index} has {len(sample['input_ids'])} tokens but {len(labels)} labels. Give "
-            "one label a token, -100 where it is no target."
+            "one label for each token, -100 if it isn't a target."
         )
     return labels
 

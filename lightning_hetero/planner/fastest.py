@@ -44,8 +44,8 @@ _IMPROVED = 12
 _WORK = 6_000
 """Budget of the last local search: stages simulated plus plans estimated, about 1 s."""
 _SEARCHES, _BEGIN, _LESS = 4, 4, 8
-"""Local searches before it, each for one number of pipelines: how many there are, how many of the
-fastest placed plans each begins from, and the factor by which its budget is smaller."""
+"""The local searches before the last one, each for one number of pipelines: how many there are,
+from how many of the fastest placed plans each begins, and what its budget is divided by."""
 _SIZES_KEPT = 3
 """Number of sizes of micro-batches, the best ones alone, that may be mixed in one plan."""
 _FAR, _FAR_IN_A_ROW = 1.25, 2

@@ -46,7 +46,7 @@ _ROUNDING = 1e-7
 _NEWTON_STEPS, _WHOLE_STEPS = 8, 3
 """Most Newton steps, with fractions and with whole numbers; they end after 2 to 4."""
 _FINE = 4e-3
-"""Share of T to which whole micro-batches are searched for."""
+"""Precision, as a share of T, of the search for a time with whole micro-batches."""
 _CLOSE = 2e-4
 """Share of all micro-batches that a column must be worth, and of T that a Newton step must gain."""
 _PROMISING = 80

@@ -16,7 +16,8 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 __all__ = ["Pace", "balance_layers", "deal", "finish_1f1b_s", "finish_s", "steady_round_s"]
 
 _ROUNDS, _FEWEST_ROUNDS = 2, 12
-"""Rounds timed one by one: for each stage, and at least. Further rounds take the steady seconds."""
+"""Rounds that are timed one by one: this many for each stage, and at least twelve. Every further
+round takes the steady seconds."""
 _DIGITS = 7
 """Significant digits in which stages are compared, so that equal ones don't differ by rounding."""
 
@@ -33,7 +34,7 @@ class Pace:
     """Exact ends of 1, 2, ... micro-batches, if pipelines run few."""
 
     def ends_s(self, count: int) -> float:
-        """Return when so many micro-batches have ended."""
+        """Return when `count` micro-batches have ended."""
         if count <= len(self.early_s):
             return self.early_s[count - 1]
         return self.fill_s + self.slope_s * count

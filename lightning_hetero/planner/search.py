@@ -36,9 +36,10 @@ __all__ = ["plan", "plan_best_size", "sizes_of"]
 _GRID = 64
 """Largest number of node sets that the grid tries: enough for three classes of up to 8 nodes."""
 _KEPT = 3
-"""Sets of nodes, those of the best scores, for which plans are made."""
+"""Number of sets of nodes for which plans are made: those of the best scores."""
 _HOSTS_GAP = 0.1
-"""Plans with states on hosts are searched only if others are so far above the bound."""
+"""Plans with states on hosts are searched only if the best other plan is above the bound by more
+than this share."""
 _SIZES = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of sequences of a micro-batch to choose from; larger ones only fill memory."""
 

@@ -116,8 +116,8 @@ class ComputeClock:
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
         self.is_late = self._is_cuda
-        """Whether `last` has the times of the iteration before the last one, which is so on
-        CUDA."""
+        """Whether the times in `last` are one iteration old, as on CUDA: those of the iteration
+        before the last one."""
         self._last: IterationTimes | None = None
         self._ended: list[_Marks] = []
         """Iterations that haven't been read yet; on CUDA the latest one can't be read yet."""

@@ -37,7 +37,8 @@ class Origin:
     """Where an unknown tensor comes from."""
 
     what: str
-    """Completes "It needs ..."."""
+    """What its values are, as the end of a sentence that begins "It needs": "the output of layer 3,
+    which another stage computes"."""
     remedy: str
 
 

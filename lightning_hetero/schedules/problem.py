@@ -286,14 +286,15 @@ class Dispatch:
         own = held[stage][self._next[FORWARD][stage]]
         if self._used[worker] + own > room:
             return False
-        return len(self._chunks[worker]) == 1 or self._leaves_a_way(worker, stage, room - own)
+        return len(self._chunks[worker]) == 1 or self._is_safe(worker, stage, room - own)
 
-    def _leaves_a_way(self, worker: int, stage: int, left: float) -> bool:
-        """Whether all micro-batches could still finish, the oldest first, after a stage's next F.
+    def _is_safe(self, worker: int, stage: int, left: float) -> bool:
+        """Whether the state after a stage's next F is safe: every micro-batch can still finish.
 
-        If not, workers could become full of micro-batches whose next chunks have no room. The test
-        is the banker's algorithm (Dijkstra 1965). Bytes that wait for W count as free, as W can
-        always run.
+        If it isn't, a worker's memory could fill with micro-batches whose next chunks then have no
+        room, and nothing could run. The test is the banker's algorithm (Dijkstra 1965):
+        micro-batches finish one after another, the oldest first, each in the memory that those
+        before it have freed. Bytes that wait for W count as free, as W can always run.
         """
         held, chunks = self.problem.held_bytes, self._chunks[worker]
         inputs = self._next[INPUT]

@@ -52,7 +52,7 @@ _MOST_MOVED = 36
 """In problems with up to this many passes, single passes are moved as well; in larger ones the
 orders are near the best without."""
 _WORTH = 1.01
-"""More room is used only if the schedule is shorter by at least this factor."""
+"""More room is used only if it makes the schedule shorter by at least this factor."""
 _WEIGHT_SHARE = 0.5
 """Share of a backward that W takes: both products of a linear layer take the same time."""
 _KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.INPUT, WEIGHT: ActionKind.WEIGHT}
@@ -154,10 +154,10 @@ def usual_actions(
 ) -> tuple[tuple[Action, ...], ...]:
     """Return each worker's actions if nothing is solved: 1F1B.
 
-    With chunks it is the order that the simulated run gives for stages of equal seconds, in which
-    no worker holds more micro-batches than there are workers. Two rules are tried: a pace of half
-    the busiest worker's seconds, and F first. The shorter order is as short as by all rules of
-    `solve`.
+    With chunks it is the order of a simulated run with stages of equal seconds, in which no worker
+    holds more micro-batches than there are workers. Two rules are tried: one with a pace of half
+    the busiest worker's seconds, and one in which F always goes first. The shorter order is used;
+    all rules of `solve` together would find none that is shorter.
 
     Args:
         workers: The worker of each stage.
@@ -205,7 +205,8 @@ def _rules(problem: ScheduleProblem) -> Iterator[Rule]:
     whole_s = max(map(sum, work_s))
     urgent_s = max(forward_s + input_s for forward_s, input_s, _ in work_s)
     has_chunks = problem.num_workers < problem.num_stages
-    # With chunks, orders also differ if I always comes first, or F always.
+    # With chunks, two extreme paces are worth trying, too: with the largest every I goes before
+    # every F, with 0 the other way round.
     others_s = (whole_s, 1e3 * whole_s, 0.0) if has_chunks else ()
     for pace_s in dict.fromkeys((urgent_s, urgent_s / 2, *others_s)):
         priorities = _critical(problem, pace_s)

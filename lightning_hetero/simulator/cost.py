@@ -319,9 +319,10 @@ class CostModel(ClusterLinks, ABC):
         has_kept = shape.recomputed_layers + shape.selective_layers < shape.num_layers
         again = 0.0 if has_kept else kept - selective
         sent = 0 if shape.has_head else self._hidden_bytes(held_tokens)
-        # Kept: activations sent to the next stage, with memory for their gradients; and gradients
-        # sent to the previous stage, which has one micro-batch more in flight. Activations to be
-        # received get memory only when they come.
+        # Three things are kept: the activations that were sent to the next stage, memory for their
+        # gradients, and the gradients that were sent to the previous stage, which has one more
+        # micro-batch in flight. Memory for activations to receive is allocated only when they
+        # arrive.
         before = 0 if shape.has_embedding else self._hidden_bytes(held_tokens + longest)
         return MemoryTerms(
             frozen=self.frozen_bytes(shape),
@@ -388,7 +389,10 @@ class CostModel(ClusterLinks, ABC):
         )
 
     def _rank_of_device(self, device: str) -> tuple[float, float, int, str]:
-        """Return what the slowest device has the least of; of equally fast ones the smallest."""
+        """Return a sort key: a group's slowest device has the least.
+
+        Of equally fast ones the smallest.
+        """
         spec = self._specs[device]
         return self._speed(device), spec.memory_bytes_per_s, spec.memory_bytes, device
 

@@ -84,7 +84,10 @@ class MemoryTerms(NamedTuple):
     def with_states(
         self, *, weights: float, gradients: float, owned: float, buffers: float
     ) -> "MemoryTerms":
-        """Return these terms with those of states; the exchange's is what of `buffers` counts."""
+        """Return these terms with those of states.
+
+        Of the `buffers` of pull and push only what exceeds activations, head and messages counts.
+        """
         beyond = max(0.0, buffers - (self.total - self.frozen))
         return self._replace(weights=weights, gradients=gradients, owned=owned, exchange=beyond)
 

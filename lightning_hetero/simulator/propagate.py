@@ -199,7 +199,8 @@ class _State(NamedTuple):
             now_s = self.free_s[0]
             if not math.isfinite(now_s):
                 continue
-            # A round can equal an earlier one only if both are equally long, and those before, too.
+            # Times can repeat only from a round that took as long as this one and followed a round
+            # as long as the last one. So only such rounds are compared.
             paces = pace, round((now_s - last_s) / unit)
             (_, pace), last_s = paces, now_s
             times = self._times()

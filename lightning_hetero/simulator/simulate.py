@@ -39,7 +39,14 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """Times, memory and bottleneck of one iteration of a plan."""
+    """Times, memory and bottleneck of one iteration of a plan.
+
+    ::
+
+        batches = split_batch(plan, global_batch_size=64, sequence_length=4096)
+        found = simulate(plan, RooflineCost(cluster, model), batches)
+        print(found.iteration_time_s, found.bottleneck, found.fits)
+    """
 
     iteration_time_s: float
     """Seconds from the first pull to the end of the last optimizer step."""
@@ -214,8 +221,9 @@ def _alike(
     orders: Sequence[Orders | None],
 ) -> tuple[list[list[int]], list[int]]:
     """Return groups of pipelines that run alike on the same nodes, and each pipeline's group."""
-    # The order of a ring is the plan's order of ranks, which matters if links differ. With owner
-    # shares, each rank may own another share.
+    # Each pipeline is a group of its own in two cases. A ring follows the plan's order of ranks, so
+    # under unequal links pipelines on the same nodes may take different times. And with owner
+    # shares each rank may own another share.
     is_ordered = bool(cost.special_links) and not cost.layout.sharded
     is_ordered |= plan.owner_shares is not None
     kinds: dict[object, list[int]] = {}

@@ -19,9 +19,9 @@ medians m₀, m₁ of n₀ values before and n₁ after a change the statistic i
     z = |m₁ - m₀| / (1.2533 σ √(1/n₀ + 1/n₁) √((1+ρ)/(1-ρ)) (1 + (16/n₀)²))
 
 Medians make the error of normal values 1.2533 = √(π/2) times larger; σ is estimated from the median
-absolute deviation of the values before, ρ is their lag-1 correlation. From few values σ and ρ can't
-be estimated well, as in Student's t: hence the last factor. It is left out for changes by half or
-more: noise that looks like one is rarer than such a fault.
+absolute deviation of the values before, ρ is their lag-1 correlation. σ and ρ are uncertain if
+there are few values, as in Student's t; the last factor accounts for that. It is left out for
+changes by half or more, which noise produces more rarely than real faults do.
 
 A run is a burst, not a level, if almost as many of its values are on the old side as on the new
 one, or if its first values differ. A change that isn't accepted is verified again with each further
@@ -44,7 +44,8 @@ __all__ = ["BocdDetector", "ChangeKind", "ChangePoint"]
 _LEAST_SHIFT = math.log1p(0.10)
 """Least difference of two levels' logarithms that counts: 10 % (Greyhound)."""
 _LEAST_SEEN = 0.95 * _LEAST_SHIFT
-"""A change of 10 % looks as likely like one of 9.5 % as like one of 10.5 %."""
+"""Least difference that is accepted in noisy values: half of all changes of exactly 10 % look
+smaller than that."""
 _CHANGE_PROBABILITY = 0.9
 """Least probability of a short run (Greyhound)."""
 _HAZARD = 1e-3
@@ -285,8 +286,8 @@ class _RunLengths:
     """
 
     def __init__(self) -> None:
-        # More hypotheses than those that count as short: when a change is no longer short, it must
-        # have left these before it reaches the last one, which stands for all older runs.
+        # More hypotheses than count as short. The last one stands for all longer runs; a run must
+        # have stopped being short before it gets there.
         max_run = _LONGEST_SHORT_RUN + 24
         self.mass: FloatArray = np.zeros(max_run + 1)
         self._stats: FloatArray = np.ones((4, max_run + 1))

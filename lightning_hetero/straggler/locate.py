@@ -114,7 +114,7 @@ def suspect(
     Args:
         reports: One report of each rank.
         iteration_s: Healthy iteration time; NaN if unknown.
-        known: The findings of the last look.
+        known: The findings of the last diagnosis.
     """
     least_s = _LEAST_EXCESS * iteration_s if math.isfinite(iteration_s) else 0.0
     excess_s: dict[Pair, float] = {}
@@ -218,7 +218,7 @@ def slow_of_their_kind(
 
 
 def are_alike(found: Sequence[Finding], known: Sequence[Finding]) -> bool:
-    """Whether a look has found what was known: the same slow parts, by about the same factors."""
+    """Whether findings are those known before: the same slow parts, by about the same factors."""
     # Whether a slow rank's device or its host is found may depend on one probe: both count as
     # equal.
     ratios, before = ({f.ranks: f.ratio for f in findings} for findings in (found, known))

@@ -65,9 +65,12 @@ class PossibleMitigation:
     is_lasting: bool = False
     """Whether the plan itself was the cause, not a fault, so that these plans stay."""
     factors: Mapping[int, float] = field(default_factory=dict)
-    """By rank, its healthy pace in its first place divided by that in its new place."""
+    """By rank, its healthy pace in its first place divided by that in its new place. Example: if
+    rank 3 needs 2 ms per unit of work in its first place and 4 ms in the new one, its factor is
+    0.5."""
     slowdowns: Mapping[int, float] = field(default_factory=dict)
-    """By rank, its time in its new place divided by that of the rank that had the place first."""
+    """By rank, its time in its new place divided by the time there of the rank that had the place
+    first: 2 if rank 3 takes twice as long there as its predecessor."""
     exclude: tuple[int, ...] = ()
     """Ranks that a restart should leave out."""
 
@@ -260,7 +263,11 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Initial estimates of the steps' costs, used until these are measured; and the allowed steps.
+    """Which mitigations are allowed, and what each is thought to cost until it has been measured.
+
+    ::
+
+        StragglerMonitor(policy=PolicyConfig(allowed=(Mitigation.IGNORE, Mitigation.REBALANCE)))
 
     Raises:
         ConfigurationError: A cost isn't positive.

@@ -3,10 +3,10 @@
 A rank's *pace* is its computing time, without waits, per unit of work; times alone can't be
 compared, because packed micro-batches differ in work. Each rank watches its own pace
 (`RankHistory`). One rank, the leader, watches the run's *level*: iteration times divided by the
-time that their work should take (`LevelWatch`). The pace of a slow rank changes before the run's
-level does, and only the pace shows that the rank has recovered after others have taken over its
-work. Until a fault ends, the pace before it is the baseline. If the rank moves to another place in
-the plan meanwhile, `move` gets the ratio of the places' paces.
+time that their work should take (`LevelWatch`). A slow rank's pace changes before the run's level
+does. And if other ranks have taken over its work, its recovery doesn't change the level, so only
+its pace shows it. Until a fault ends, the pace before the fault is the baseline. If the rank moves
+to another place in the plan meanwhile, `move` gets the ratio of the two places' paces.
 """
 
 import math
@@ -80,7 +80,7 @@ class Observation:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """One rank's report for a look."""
+    """One rank's report for a diagnosis."""
 
     global_rank: int
     slowness: float = math.nan
@@ -136,7 +136,8 @@ class RankHistory:
     def load_s(self, observation: Observation) -> float:
         """Return the seconds that an iteration's work should take this rank; 0 without work.
 
-        Measured by the rank's first iterations, so only changes mean anything; NaN at first.
+        It is computed from the pace of the rank's first iterations, so only its changes mean
+        anything. NaN until that pace is known.
         """
         if not observation.work:
             return 0.0

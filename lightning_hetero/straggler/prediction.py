@@ -298,7 +298,7 @@ def _stages_of(plan: ParallelPlan) -> dict[int, StagePlan]:
 
 
 def move_ranks(plan: ParallelPlan, taken_by: Mapping[int, int]) -> ParallelPlan:
-    """Return the plan with places taken by other ranks ({rank: taker}); others keep theirs."""
+    """Return the plan with ranks replaced; `taken_by` maps a rank to its replacement."""
 
     def moved(stage: StagePlan) -> StagePlan:
         return replace(stage, ranks=tuple(taken_by.get(rank, rank) for rank in stage.ranks))
@@ -326,7 +326,7 @@ def true_causes(
         findings: What was found slow.
         run: Measurements while nothing was slow; if None, all findings count as causes.
         excess_s: By how much iterations have become longer, seconds; NaN if unknown.
-        known: The findings of the last look.
+        known: The findings of the last diagnosis.
     """
     if run is None:
         return tuple(findings)

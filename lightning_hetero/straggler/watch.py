@@ -2,14 +2,14 @@
 
 One rank, the *leader*, gets the notes of all ranks after every iteration and returns one order.
 Ranks don't decide by themselves, because numbers that differ in the last bit could lead them to
-different decisions. The order is to go on, to *look* for a cause (all ranks report and probe
-together), or to act.
+different decisions. The order is to go on, to *diagnose* (all ranks report and probe together, and
+the leader finds the cause), or to act.
 
-A fault has a beginning and an end. If the run's level or a rank's pace changes, the ranks look for
-the cause. What they find is mitigated by ski rental (`mitigation`). When a look finds nothing any
-more, the fault has ended, and the first plan returns. If a slow link carries little under the new
-plan, its recovery can't be seen; so it is probed again, whenever that takes less than its allowed
-share of the time since the last look.
+A fault has a beginning and an end. If the run's level or a rank's pace changes (`paces`), the ranks
+diagnose. What they find is mitigated by ski rental (`mitigation`). When a later diagnosis finds
+nothing, the fault has ended, and the plan from before it runs again. Under the new plan a slow link
+may carry so little that its recovery changes no time. So the link is probed again from time to
+time, such that probes take at most `recheck_share` of the run's time.
 
 Between faults the plan itself is judged. If, according to observed costs, other micro-batch shares
 or stages would save a tenth of an iteration, and would have paid for their change since the plan
@@ -53,22 +53,23 @@ __all__ = ["Order", "RunWatch", "WatchConfig"]
 
 _SETTLING = 3
 """Number of iterations of a new plan, after its first, whose median is its iteration time."""
-_LOOK_AGAIN = (8, 24)
-"""Numbers of iterations until further looks, after a look that found no cause."""
-_PLAN_LOOKS = (32, 128, 512, 2048)
-"""Numbers of iterations from a plan's first one until the plan is judged: later and later, because
-the total cost of a plan grows with time, and so may reach the cost of a change."""
+_DIAGNOSE_AGAIN = (8, 24)
+"""After a diagnosis that found no cause, ranks diagnose again after these numbers of iterations."""
+_JUDGE_PLAN_AFTER = (32, 128, 512, 2048)
+"""Numbers of iterations from a plan's first one until the plan is judged. The time that a worse
+plan costs grows with the run, so a change that didn't pay early may pay later."""
 _LEAST_GAIN = 0.1
 """Least share of an iteration that a better plan must save."""
 _RECENT = 4
-"""Number of newest iterations that a look considers if no change says where to begin."""
+"""Number of newest iterations that a diagnosis considers if no change is known, at which it would
+begin."""
 
 
 class Order(IntEnum):
     """The leader's order to all ranks, before the next step."""
 
     GO_ON = 0
-    LOOK = 1
+    DIAGNOSE = 1
     """Report and probe, then get a decision from the leader."""
     ACT = 2
     """Get a decision from the leader."""
@@ -85,7 +86,7 @@ class WatchConfig:
     dry_run: bool = False
     """Whether decisions are only reported."""
     replaces_plan: bool = True
-    """Whether a plan that is slower than another is replaced; if not, that is only reported."""
+    """Whether a plan is replaced if another one would be faster; if not, that is only reported."""
     recheck_share: float = 0.002
     """Share of the time that may be spent on probing a known slow link again."""
 
@@ -103,9 +104,10 @@ class _Transition:
 class RunWatch:
     """The leader's memory of the run and of its present fault, if any.
 
-    In each iteration `see` returns the order. After LOOK the caller passes findings to `found`,
-    after JUDGE possible plans to `judge`; after these, and after ACT, it carries out the decision
-    that `next_decision` returns, and calls `began`.
+    In each iteration the caller passes all ranks' notes to `see`, which returns the order. After
+    DIAGNOSE it passes the findings to `found`, after JUDGE the possible plans to `judge`. After
+    these two, and after ACT, it carries out the decision that `next_decision` returns, if there is
+    one, and then calls `began`.
 
     Args:
         config: Options of the watch.
@@ -126,18 +128,18 @@ class RunWatch:
         self._levels = LevelWatch()
         self._costs_s = config.policy.costs_s
         self._step = 0
-        self._since_look_s = 0.0
-        self._look_s = math.inf
+        self._since_diagnosis_s = 0.0
+        self._diagnosis_s = math.inf
         self._change: ChangeEvent | None = None
         self._healthy_s = math.nan
         self._fault: FaultAccount | None = None
         self._decision: Decision | None = None
         self._transition: _Transition | None = None
         self._said_why = False
-        self._next_looks: tuple[int, ...] = ()
+        self._next_diagnoses: tuple[int, ...] = ()
         self._plan_since: float | None = None
         self.since_step = 0
-        """The first step since the last change; a look considers no earlier one."""
+        """The first step after the last change: a diagnosis considers no earlier step."""
         self.known: tuple[Finding, ...] = ()
         """Devices and links known to be slow."""
 
@@ -176,7 +178,7 @@ class RunWatch:
         self._step = step
         self._plan_since = step if self._plan_since is None else self._plan_since
         self._report(IterationEvent(step=step, iteration_s=iteration_s, predicted_s=predicted_s))
-        self._since_look_s += iteration_s
+        self._since_diagnosis_s += iteration_s
         if self._transition is not None:
             # The time of a change of plan isn't the new plan's iteration time.
             usual_s = self._levels.skip(step, rows)
@@ -186,26 +188,26 @@ class RunWatch:
         event = self._levels.see(step, rows, last=self._change, is_known=bool(self.known))
         if event is not None:
             return self._changed(event)
-        if step in self._next_looks and not self.known:
-            return Order.LOOK
-        is_due = step - self._plan_since in _PLAN_LOOKS
-        # A look for the cause of a change counts from the beginning of the change.
-        if is_due and not self.known and step > max(self._next_looks, default=0):
+        if step in self._next_diagnoses and not self.known:
+            return Order.DIAGNOSE
+        is_due = step - self._plan_since in _JUDGE_PLAN_AFTER
+        # A diagnosis of a change considers the steps from the change's beginning on.
+        if is_due and not self.known and step > max(self._next_diagnoses, default=0):
             self.since_step = step - _RECENT + 1
             return Order.JUDGE
         has_link = any(finding.kind is FindingKind.LINK for finding in self.known)
-        if has_link and self._look_s <= self._config.recheck_share * self._since_look_s:
+        if has_link and self._diagnosis_s <= self._config.recheck_share * self._since_diagnosis_s:
             self.since_step = step - _RECENT + 1
-            return Order.LOOK
+            return Order.DIAGNOSE
         return Order.ACT if self._fault and self._decide(self._fault) else Order.GO_ON
 
     def _changed(self, event: ChangeEvent) -> Order:
         self._report(event)
         self._change = event
         self.since_step = event.onset_step
-        self._next_looks = ()
+        self._next_diagnoses = ()
         if event.kind is ChangeKind.SLOWDOWN or self.known:
-            return Order.LOOK
+            return Order.DIAGNOSE
         self._say(format_message(event))
         return Order.GO_ON
 
@@ -215,22 +217,22 @@ class RunWatch:
         find_mitigations: Callable[[], Sequence[PossibleMitigation]],
         *,
         where: str,
-        look_s: float,
+        diagnosis_s: float,
     ) -> None:
-        """Receive the findings of a look.
+        """Receive the findings of a diagnosis.
 
         Args:
             findings: The slow devices and links.
             find_mitigations: Returns the possible mitigations; called only for new findings.
             where: The slow part of the run, for people: "pipeline 1".
-            look_s: Seconds that the look took.
+            diagnosis_s: Seconds that the diagnosis took.
         """
-        self._look_s, self._since_look_s = look_s, 0.0
+        self._diagnosis_s, self._since_diagnosis_s = diagnosis_s, 0.0
         change = self._change
         assert change is not None
         if are_alike(findings, self.known):
-            if not findings and not self._next_looks:
-                self._next_looks = tuple(self._step + after for after in _LOOK_AGAIN)
+            if not findings and not self._next_diagnoses:
+                self._next_diagnoses = tuple(self._step + after for after in _DIAGNOSE_AGAIN)
                 self._say(f"{format_message(change)}; no rank and no link stands out")
             return
         if self._fault is not None:

@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning_utilities.core.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only, rank_zero_warn
 from torch.distributed import ReduceOp
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.generation.entering import GenerationEnvironment
 from lightning_hetero.runtime.random_state import GlobalSeed
+from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED
 
 if TYPE_CHECKING:
     from lightning_hetero.strategy.processes import Processes, StartMethod
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 __all__ = ["ConnectedStrategy"]
 
 _T = TypeVar("_T")
+_COPIES = (
+    "A number logged with reduce_fx='sum' and sync_dist=True is the same on every rank, and the "
+    "sum counts it once for each. What steps return, log, or append to lists of the module is "
+    "already that of all ranks: log it without sync_dist."
+)
 
 
 class ConnectedStrategy(ParallelStrategy):
@@ -116,7 +122,18 @@ class ConnectedStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        return self._processes.reduce(tensor, group, reduce_op)
+        found = self._processes.reduce(tensor, group, reduce_op)
+        is_sum = reduce_op == "sum" and self._processes.are_several and group != ALREADY_REDUCED
+        # Logged numbers are floats; Lightning also adds up lengths of loaders.
+        if is_sum and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
+            self._warn_of_copies(tensor, group)
+        return found
+
+    def _warn_of_copies(self, tensor: torch.Tensor, group: Any) -> None:
+        """Warn if a sum that a hook logs adds one number again for each rank; collective."""
+        most = self._processes.reduce(torch.stack([tensor, -tensor]), group, "max")
+        if bool((most != 0).any()) and torch.allclose(most[0], -most[1], rtol=1e-4, atol=0.0):
+            rank_zero_warn(_COPIES)
 
     @override
     def barrier(self, name: str | None = None) -> None:

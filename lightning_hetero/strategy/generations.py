@@ -163,7 +163,7 @@ class Generations:
         else:
             processes.comms.step_end.wait()  # Before groups are closed, which would interrupt it.
             if processes.comms.global_rank in end.leaving:
-                processes.see_others_off()
+                processes.wait_until_others_go_on()
                 raise AgreedExit(0)
             old, new = processes.form_generation(end.leaving)
             self._end_fit(ended)

@@ -78,12 +78,11 @@ class HeteroStrategy(HookedStrategy):
             an automatic plan an iteration takes one batch of the loader for each rank, as in DDP;
             else one for each pipeline.
         num_candidate_plans: Number of plans that "auto" makes for a `HeteroDataModule`, which
-            chooses one for every iteration; the first is the best single one.
-        num_stages: Number of stages of each pipeline, if pipelines are equal; if given, "auto"
-            means None.
-        num_microbatches: Number of micro-batches into which a pipeline cuts its share of an
-            iteration, if the plan doesn't say it. None takes 1 for pipelines of one stage, else 4
-            for each stage.
+            chooses one for every iteration.
+        num_stages: Number of stages of each of several equal pipelines. If it is given,
+            `plan="auto"` counts as None: no plan is searched for.
+        num_microbatches: Micro-batches into which a pipeline cuts its share of an iteration, if the
+            plan names no number. None takes 1 for pipelines of one stage, else 4 for each stage.
         schedule: The order of a pipeline's passes. "1f1b": one forward, one backward. "split":
             gradients of linear layers' weights are computed in idle time (Zero Bubble), with the
             memory of 1F1B. "deep": the same, and stages run ahead as far as memory allows where
@@ -92,56 +91,57 @@ class HeteroStrategy(HookedStrategy):
             iterations. An automatic plan is the best one under the chosen schedule; ranks may then
             run several stages, their chunks. Backward passes of compiled layers aren't split.
         layers: Name of the module's list of layers, such as "model.blocks"; None finds it.
-        ownership: Which rank keeps which slices of masters and optimizer states (see
-            `exchange.slices.Ownership`): "parameter" for optimizers that need whole matrices, such
-            as Muon; "memory" if stages leave unequal memory free. "auto" follows the plan's
-            `owner_shares` if it has any.
+        ownership: Which ranks own which slices of weights and optimizer states (see
+            `exchange.slices.Ownership`). "holders": the ranks that compute with them. "even": all
+            ranks, in equal parts. "parameter": whole parameters, for optimizers that need whole
+            matrices, such as Muon. "memory": in proportion to the memory that stages leave free.
+            "auto" follows the plan's `owner_shares`; without, it is "holders", or "even" for
+            several plans or idle ranks.
         redundancy: With 1, a second rank (on another node, if there is one) keeps a copy of each
             slice and makes the same optimizer steps, so that the loss of a rank loses no state.
             This doubles owned memory and the bytes of a push. It needs an optimizer that computes
             element by element, or `ownership="parameter"`.
         standby_check_steps: Both copies of each slice are compared after this many optimizer steps,
             which finds a device that computes wrongly; 0 never compares.
-        owned_device: Where masters and optimizer state live: on the "device", on the host ("cpu"),
-            where the optimizer then steps (`AdamW(fused=True)` is fastest there), or "auto", as the
-            plan's `host_owners` say.
-        exchange: How weights and gradients travel between a layer's owners and holders: by
-            "messages" or by "collectives" (both sum gradients in the order of pipelines), "by-node"
-            (each node sums its gradients first), or "reduce-scatter" (the backend sums in the
-            compute dtype, in its own order). "auto" takes collectives, by node if that is faster
-            over the links, and messages for up to 8 ranks on gloo.
+        owned_device: Where slices and optimizer states live: on the "device", in the host's memory
+            ("cpu"), where the optimizer then runs, too (`AdamW(fused=True)` is fastest), or "auto":
+            on the host for ranks in the plan's `host_owners`.
+        exchange: How weights and gradients travel: by "messages" or by "collectives" (both sum
+            gradients in the order of pipelines), "by-node" (each node sums its gradients first), or
+            "reduce-scatter" (the backend sums in the compute dtype, in its own order). "auto" takes
+            collectives, by node if that is faster, and messages for up to 8 ranks on gloo.
         tp_plan: How tensor parallelism shards modules: name patterns and their styles (see
-            `runtime.tensor_parallel.styles`). None takes the module's own plan. If given, later
-            plans may use tensor parallelism even if the first one doesn't.
+            `runtime.tensor_parallel.styles`). None takes the module's own plan. Give it if only
+            later plans use tensor parallelism.
         sequence_parallel: Whether tensor-parallel ranks cut activations along the tokens between
             attention and MLP, which saves activations of norms and dropout.
-        activation_checkpointing: Layers that recompute their activations in backward: "none",
-            "full", n for every n-th, or "selective": all but matrix products and attention. A plan
-            overrides it (`recomputed_layers`, `selective_layers`, `activation_budget_bytes`).
+        activation_checkpointing: Layers that recompute activations in backward: "none", "full", n
+            for every n-th, or "selective": all but matrix products and attention. A plan's own
+            settings count before it.
         activation_budget_bytes: Most bytes of layers' activations that each rank keeps. Every
-            micro-batch recomputes as few layers as that allows. The first iteration measures what
-            a layer keeps, and recomputes nearly all layers.
+            micro-batch recomputes as few layers as that allows; the first iteration nearly all, to
+            measure one.
         compile_layers: Whether `torch.compile` compiles each layer for training passes.
         fp32_gradients: Whether a rank that computes in bf16 sums the gradients of several
             micro-batches in fp32. False saves 2 bytes per parameter, but rounds every sum.
-        loss_reduction: Whether the loss is the "mean" or "sum" over its batch; None measures it. A
-            declared one is checked, too. If the batch doesn't show what the loss is a mean over,
-            the module may have a method `num_target_tokens(batch)`.
+        loss_reduction: Whether the loss is the "mean" or "sum" over its batch. None finds out
+            before the first step; a given one is checked then. If it is a mean over something that
+            can't be counted in the batch, the module needs a method `num_target_tokens(batch)`,
+            which counts that.
         share_outputs: Whether every rank gets what steps return and append to the module's lists.
-        nonfinite_gradients: What happens if gradients are NaN or infinite on any rank: "error" ends
-            the run and names the rank, "skip" leaves the iteration out on all ranks.
+        nonfinite_gradients: If gradients are NaN or infinite on any rank, "error" ends the run and
+            names the rank, "skip" leaves the iteration out on all ranks.
         allow_mixing: Whether samples of a micro-batch may affect each other (batch statistics,
-            in-batch negatives, routers), as samples of a rank's batch do under DDP. Buffers are
-            then those of the first pipeline. If False, a step whose gradients show such effects is
-            refused.
+            in-batch negatives, routers), as they do inside a rank under DDP. Buffers are then those
+            of the first pipeline. If False, a step whose gradients show such effects is refused.
         whole_after_run: Whether every rank's module has whole parameters after a run. If False, it
             keeps its slices: see `whole_state_dict`.
         timeout: How long a rank waits for another before it gives up, in set-up and in steps. Must
-            be longer than what one rank does alone in set-up, such as measuring.
+            be longer than any work that one rank does alone, such as measuring its device.
         start_timeout: How long processes may take to connect, imports included; at least `timeout`,
             which applies from then on.
         start_method: How processes are started: "popen" runs the script again for each; the others
-            use multiprocessing, and make the module whole afterwards. torchrun starts its own.
+            use multiprocessing, and make the module whole afterwards. torchrun starts them itself.
         process_group_backend: "nccl", "gloo", …; None takes what fits the device.
         accelerator: Set by the Trainer.
         parallel_devices: Set by the Trainer.

@@ -55,9 +55,12 @@ __all__ = ["Processes", "StartMethod"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _MAX_EAGER_RANKS = 64
-"""Up to so many ranks gloo connects all pairs of a new group at once, instead of on demand."""
+"""Largest number of ranks for which gloo connects all pairs of a new group at once, not on
+demand."""
 _FORMING = 1.5
-"""If a generation takes this many times `patience_s` to form, the store counts as frozen."""
+"""If a generation hasn't formed after `patience_s` times this factor, the store counts as
+frozen."""
+_STORE = "the membership's store"
 _FIRST_FIT = (
     "With ElasticRestart(in_place=True) fit must be a Trainer's first call, and its only fit, for "
     "others may join it. Make another Trainer for each other fit, or leave in_place out."
@@ -171,7 +174,7 @@ class Processes:
         if self._comms is not None:
             self._comms.abort()
         if self._membership is not None:
-            connections.hang_up()
+            connections.close()
 
     @property
     def are_several(self) -> bool:
@@ -195,7 +198,7 @@ class Processes:
     def open_store(self, name: str) -> tuple[Store, str]:
         """Return a part of the ranks' store under a name of its own, by a new client; and its host.
 
-        All ranks must call it equally often.
+        All ranks must call it the same number of times.
         """
         store, rank = self._connect_store(), self.comms.global_rank
         number = store.add(f"{name}/{rank}", 1)
@@ -280,12 +283,12 @@ class Processes:
         assert self._silence is not None
         patience_s = min(60.0, self._timeout.total_seconds())
         waits = {"silence_s": self._silence.total_seconds(), "patience_s": patience_s}
-        if self.joins:
-            start = self.start_timeout
-            found = join_membership(facts, start_timeout=start, **waits)
-        else:
-            store, environment = self._connect_store(), self._environment
-            found = open_membership(store, environment, facts, **waits)
+        start, rank = self.start_timeout, self._environment.global_rank()
+        with ended_when_late(rank, _STORE, start.total_seconds() + _FORMING * patience_s):
+            if self.joins:
+                found = join_membership(facts, start_timeout=start, **waits)
+            else:
+                found = open_membership(self._connect_store(), self._environment, facts, **waits)
         membership, self._heartbeat = found
         self._membership = membership
         assert membership.generation is not None
@@ -348,9 +351,7 @@ class Processes:
         self._stop_judging()
         membership = self._membership
         assert membership is not None
-        with ended_when_late(
-            membership.number, "the membership's store", _FORMING * membership.patience_s
-        ):
+        with ended_when_late(membership.number, _STORE, _FORMING * membership.patience_s):
             return membership.form_next(leaving, calls_joiners=calls_joiners)
 
     def enter_generation(self, new: Generation) -> ClusterEnvironment:
@@ -358,11 +359,13 @@ class Processes:
         self._detector = self._make_detector()
         return self._enter(new)
 
-    def see_others_off(self) -> None:
-        """On a rank that leaves, wait until the others have formed a generation without it."""
-        assert self._membership is not None
+    def wait_until_others_go_on(self) -> None:
+        """On a rank that leaves, wait until the others have formed the next generation."""
+        membership = self._membership
+        assert membership is not None
         self._stop_judging()
-        self._membership.wait_for_next(_FORMING * self._membership.patience_s)
+        with ended_when_late(membership.number, _STORE, _FORMING * membership.patience_s):
+            membership.wait_for_next(_FORMING * membership.patience_s)
 
     def leave_members(self, error: BaseException) -> None:
         """Tell the others at once that this process is about to end, and why."""

@@ -92,7 +92,7 @@ class Steps:
     def train(self, batch: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Train on a batch; return the loss and what else the step returned. All ranks call it."""
         loss, records = self._run(self._module.training_step, batch, args, kwargs)
-        return {"loss": loss, **(self._leave_behind(records) or {})}
+        return {"loss": loss, **(self._join_results(records) or {})}
 
     def evaluate(
         self,
@@ -115,7 +115,7 @@ class Steps:
         self._dealer.compare_orders(self._engine.comms.gather_objects)
         self._engine.change_plan(self._dealer.plan_to_evaluate(batch))
         _, records = self._run(step, batch, args, kwargs)
-        return self._leave_behind(records, of_pipeline=of_pipeline)
+        return self._join_results(records, of_pipeline=of_pipeline)
 
     def _run(
         self,
@@ -132,8 +132,8 @@ class Steps:
         _heed_sigterm(self._module.trainer, self._engine)
         return made
 
-    def _leave_behind(self, records: Records, *, of_pipeline: bool = False) -> Any:
-        """Extend the module's lists as one device would, and return the output of its step."""
+    def _join_results(self, records: Records, *, of_pipeline: bool = False) -> Any:
+        """Append to the module's lists what one device's step would, and return its output."""
         everything = [item for index in sorted(records) for item in records[index]]
         extend_lists(self._module, everything)
         if of_pipeline:
@@ -176,7 +176,7 @@ def explained(
     *,
     trains: bool,
 ) -> Iterator[None]:
-    """Context that explains an error of an iteration, and tells the other ranks of it.
+    """Context that adds an explanation to an iteration's error, and reports it to other ranks.
 
     Args:
         watching: See `Processes`.
@@ -200,7 +200,7 @@ def explained(
 
 
 def sees_early(*hooked: pl.LightningModule | Callback) -> bool:
-    """Whether any hook reads parameters or gradients between a training step and its backward."""
+    """Whether any hook is overridden that runs between `training_step` and `backward`."""
     names = ("on_before_zero_grad", "on_before_backward")
     return any(is_overridden(name, item) for item in hooked for name in names)
 

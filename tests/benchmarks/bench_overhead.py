@@ -5,27 +5,38 @@
   receive, a forward or a backward, a send, and nothing that looks at anything. The figure is what
   one more action costs, from iterations of few and of many micro-batches, so that what is paid once
   an iteration doesn't count.
+* The check of how losses count, in two stages of two micro-batches, against a training step beside
+  it, of a small model and one of width 512: CPU seconds, and the most memory that either adds to
+  the process.
 
-Each figure is given twice: in CPU seconds of the main thread, for what Python adds is computed
-there and others who use the machine don't disturb it; and in wall time, which is what a user waits
-for. An action of ours costs more CPU than the bare loop's, but its receive is posted while the one
-before still computes. Each is a tenth percentile over alternating runs: nothing makes Python faster
-than it is.
+Each figure of the first two is given twice: in CPU seconds of the main thread, for what Python adds
+is computed there and others who use the machine don't disturb it; and in wall time, which is what a
+user waits for. An action of ours costs more CPU than the bare loop's, but its receive is posted
+while the one before still computes. Each is a tenth percentile over alternating runs: nothing makes
+Python faster than it is.
 """
 
+import ctypes
 import statistics
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Any
+from unittest import mock
 
+import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_hetero import HeteroStrategy
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
+from lightning_hetero.runtime.iteration.engine import Engine
+from lightning_hetero.runtime.results import split_check
 from tests.benchmarks import bench_runtime
 from tests.benchmarks.bench_runtime import (
     FirstStage,
@@ -36,7 +47,7 @@ from tests.benchmarks.bench_runtime import (
 )
 from tests.benchmarks.harness import Row
 from tests.benchmarks.steps import Seconds, StepTimes, processes
-from tests.toy import CONTEXT, VOCABULARY, TokenRows, ToyOptions
+from tests.toy import CONTEXT, VOCABULARY, TokenRows, ToyOptions, quiet
 
 OPTIONS = ToyOptions(num_layers=4, width=16)
 STEPS = 40
@@ -153,8 +164,72 @@ def against_bare_loop(rank: int) -> tuple[Seconds, Seconds]:
     return of_action(our_steps), of_action(bare_steps)
 
 
+class Costs(L.Callback):
+    """CPU seconds of a part of the run, and the bytes that it adds to the process at most."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[float, int]] = []
+        self._libc = ctypes.CDLL(None)
+        self._libc.mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once.
+
+    def begin(self) -> None:
+        self._libc.malloc_trim(0)
+        with open("/proc/self/clear_refs", "w") as peak:
+            peak.write("5")
+        self._bytes, self._start_s = self._resident("VmRSS"), time.thread_time()
+
+    def end(self) -> None:
+        cpu_s = time.thread_time() - self._start_s
+        self.found.append((cpu_s, self._resident("VmHWM") - self._bytes))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.begin()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.end()
+
+    @staticmethod
+    def _resident(name: str) -> int:
+        with open("/proc/self/status") as lines:
+            return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+
+def check_and_step(rank: int, width: int, rows: int) -> tuple[Seconds, Seconds]:
+    """Return (CPU seconds, bytes) of a check and of a step without one, on this rank."""
+    checks, steps, own = Costs(), Costs(), Engine._check_split
+    usual, split_check._DUE = split_check._DUE, frozenset(range(4, STEPS, 2))
+
+    def check(engine: Engine, *arguments: Any) -> None:
+        checks.begin()
+        own(engine, *arguments)
+        checks.end()
+
+    with mock.patch.object(Engine, "_check_split", check):
+        strategy = HeteroStrategy(num_stages=2, num_microbatches=2)
+        options = quiet(devices=2, max_steps=STEPS, limit_val_batches=0)
+        loader = DataLoader(TokenRows(2 * rows * STEPS), batch_size=2 * rows)
+        model = PlainModule(ToyOptions(num_layers=4, width=width))
+        L.Trainer(strategy=strategy, callbacks=[steps], **options).fit(model, loader)
+    split_check._DUE = usual
+    columns = (zip(*checks.found, strict=True), zip(*steps.found[5::2], strict=True))
+    check_s, check_bytes, step_s, step_bytes = map(statistics.median, chain(*columns))
+    return (check_s, check_bytes), (step_s, step_bytes)
+
+
+def checks() -> Iterator[Row]:
+    for width, num_rows in ((64, 4), (512, 16)):
+        with processes() as pool:
+            figures = pool.run(check_and_step, 2, width, num_rows, timeout_s=500)
+        for index, (what, unit, target) in enumerate(
+            (("CPU time", "s", 3.0), ("memory", "B", 1.0))
+        ):
+            own, step = max(((a[index], b[index]) for a, b in figures), key=lambda i: i[0] / i[1])
+            name = f"check over a step, two stages, width {width}, {what}"
+            yield Row(name=name, ours=own, peer=step, unit=unit, target=target, note="our own step")
+
+
 def run() -> list[Row]:
-    rows = []
+    rows = list(checks())
     cases = (
         ("iteration over DDP's, two equal pipelines", against_ddp, 3e-3, "Lightning DDPStrategy"),
         ("action over a bare loop's, two stages", against_bare_loop, 1e-4, "isend, recv, 1F1B"),

@@ -139,7 +139,7 @@ class _Ours:
         name = self._names[index]
         self._node.strike(name)
         if self._joins:
-            self._names[index] = f"new-{len(self._node.newcomers)}"
+            self._names[index] = f"new-{len(self._node.joiners)}"
             self._node.join(self._names[index])
 
     def lost_steps(self, since_s: float) -> int:

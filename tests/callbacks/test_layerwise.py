@@ -6,6 +6,7 @@ import shutil
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,46 +19,33 @@ from lightning_hetero.callbacks.checkpointing import places
 from lightning_hetero.checkpoint import LocalStore, claims
 from lightning_hetero.checkpoint.claims import OWNER_FILE
 from lightning_hetero.core.errors import CheckpointError
-from tests.callbacks.layerwise_runs import Leg, export, fit, train
+from tests.callbacks.layerwise_runs import export, fit, leg, train
 from tests.callbacks.servers import S3Server
+from tests.fits import assert_same
+from tests.plans import ALONE, TURNED, UNEQUAL, Plan, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-ASYMMETRIC = {
-    "pipelines": [
-        {"stages": [{"ranks": [0], "layers": [0, 3]}]},
-        {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 3]}]},
-    ]
-}
-TENSOR_PARALLEL = {
-    "pipelines": [
-        {"stages": [{"ranks": [0, 1], "layers": [0, 3]}]},
-        {"stages": [{"ranks": [2], "layers": [0, 3]}]},
-    ]
-}
-TWO_STAGES = {
-    "pipelines": [{"stages": [{"ranks": [1], "layers": [0, 2]}, {"ranks": [0], "layers": [2, 3]}]}]
-}
-ALONE = {"pipelines": [{"stages": [{"ranks": [0], "layers": [0, 3]}]}]}
+TENSOR_PARALLEL = plan_of(pipeline(stage([0, 1], 0, 3)), pipeline(stage(2, 0, 3)))
 
 
-def owned(plan: dict[str, Any], *shares: float) -> dict[str, Any]:
+def owned(plan: Plan, *shares: float) -> Plan:
     """Return a plan whose ranks own these shares of masters and optimizer states."""
     return {**plan, "owner_shares": list(shares)}
 
 
 # Each ownership, redundancy, tensor parallelism, a single device and an idle owner, in turn.
 LEGS = [
-    Leg(until=2, plan=ASYMMETRIC, world_size=3, redundancy=1),
-    Leg(until=4, plan=TENSOR_PARALLEL, world_size=3, ownership="even"),
-    Leg(until=6, plan=TWO_STAGES, world_size=2, ownership="parameter", redundancy=1),
-    Leg(until=8),
-    Leg(until=10, plan=TENSOR_PARALLEL, world_size=3, redundancy=1),
-    Leg(until=12, plan=owned(ASYMMETRIC, 0.1, 0.7, 0.2), world_size=3, ownership="memory"),
-    Leg(until=13, plan=owned(ASYMMETRIC, 0.5, 0.0, 0.5), world_size=3, ownership="memory"),
-    Leg(until=14, plan=owned(TENSOR_PARALLEL, 0.2, 0.1, 0.7), world_size=3, redundancy=1),
-    Leg(until=16, plan=ALONE),
+    leg(2, UNEQUAL, redundancy=1),
+    leg(4, TENSOR_PARALLEL, ownership="even"),
+    leg(6, TURNED, ownership="parameter", redundancy=1),
+    leg(8),
+    leg(10, TENSOR_PARALLEL, redundancy=1),
+    leg(12, owned(UNEQUAL, 0.1, 0.7, 0.2), ownership="memory"),
+    leg(13, owned(UNEQUAL, 0.5, 0.0, 0.5), ownership="memory"),
+    leg(14, owned(TENSOR_PARALLEL, 0.2, 0.1, 0.7), redundancy=1),
+    leg(16, ALONE),
 ]
 
 
@@ -66,33 +54,28 @@ LEGS = [
 def test_each_leg_of_a_run_may_have_another_plan_and_other_owners(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    whole = fit(0, Leg(until=16))
+    whole = pool.run_alone(fit, leg(16))
     losses: list[float] = []
-    for leg in LEGS:
-        results = pool.run(fit, leg.world_size, leg, str(tmp_path / "run"))
-        for result in results:
-            assert result["losses"] == results[0]["losses"]
-        if leg.ownership == "memory":
-            owned = np.array([result["num_owned"] for result in results])
-            np.testing.assert_allclose(
-                owned / whole["num_owned"], leg.plan["owner_shares"], atol=0.03
-            )
-        losses += results[0]["losses"]
-    np.testing.assert_allclose(losses, whole["losses"], rtol=1e-5)
-    assert (results[0]["num_steps"], results[0]["lr"]) == (16, whole["lr"])
-    for name, averaged in whole["weights"].items():
-        np.testing.assert_allclose(results[0]["weights"][name], averaged, rtol=1e-4, atol=1e-6)
+    for part in LEGS:
+        results = pool.run(fit, part.size, part, tmp_path / "run")
+        assert all(found.losses == results[0].losses for found in results)
+        if part.ownership == "memory":
+            own = np.array([sum(found.own_bytes.values()) for found in results])
+            np.testing.assert_allclose(own / own.sum(), part.plan["owner_shares"], atol=0.03)
+        losses += results[0].losses
+    assert_same(replace(results[0], losses=losses, logged=whole.logged), whole, rtol=1e-4)
+    np.testing.assert_allclose(losses, whole.losses, rtol=1e-5)
 
 
 @pytest.mark.dist
 def test_an_exported_checkpoint_of_slices_goes_on_in_plain_lightning(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    leg = Leg(until=6, plan=ASYMMETRIC, world_size=3)
-    begun = pool.run(fit, 3, leg, str(tmp_path / "run"))[0]["losses"]
+    begun = pool.run(fit, 3, leg(6, UNEQUAL), tmp_path / "run")[0].losses
     export(tmp_path / "run", tmp_path / "whole.ckpt")
-    gone_on = fit(0, Leg(until=10), None, str(tmp_path / "whole.ckpt"))["losses"]
-    np.testing.assert_allclose(begun + gone_on, fit(0, Leg(until=10))["losses"], rtol=1e-5)
+    gone_on = pool.run_alone(fit, leg(10, ckpt_path=tmp_path / "whole.ckpt")).losses
+    whole = pool.run_alone(fit, leg(10))
+    np.testing.assert_allclose(begun + gone_on, whole.losses, rtol=1e-5)
 
 
 @pytest.mark.parametrize("num_steps", [3, 4])

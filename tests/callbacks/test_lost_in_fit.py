@@ -14,6 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import ElasticRestart, HeteroStrategy, LayerwiseCheckpoint, RunLog
 from lightning_hetero.callbacks.run_log import read_log
+from lightning_hetero.checkpoint.claims import OWNER_FILE
 from lightning_hetero.runtime.generation.keeper import KEPT
 from lightning_hetero.runtime.ranks.communicators import StepEnd
 from lightning_hetero.strategy.generations import Generations
@@ -186,6 +187,23 @@ def fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
 
     yield run
     del store
+
+
+class Taken(Callback):
+    """Sees between two generations whether the folder is one that no other job may write to."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def on_generation(self, trainer: Any, old: Any, new: Any) -> None:
+        folder = Path(trainer.checkpoint_callback.places.path_or_url)
+        self.seen += [(folder / OWNER_FILE).exists()]
+
+
+def test_no_other_job_can_take_a_folder_between_two_generations(fit: Any, tmp_path: Path) -> None:
+    fit("run", Tells([("on_before_zero_grad", 2, 1)]), taken := Taken())
+    assert taken.seen == [True]
+    assert not (tmp_path / "run" / OWNER_FILE).exists()
 
 
 def patient() -> Callback:

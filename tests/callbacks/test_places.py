@@ -110,10 +110,10 @@ def test_whoever_leaves_or_can_not_enter_holds_no_place(tmp_path: Path) -> None:
     leases.take()
     assert all(file.exists() for file in files)
     leases.raise_if_lost()
-    leases._leases[0]._thief = {"host": "thief"}
+    leases._leases[0]._taken_over_by = {"host": "thief"}
     with pytest.raises(OccupiedError, match="thief"):
         leases.raise_if_lost()
-    leases._leases[0]._thief = None
+    leases._leases[0]._taken_over_by = None
     leases.release()
     assert not any(file.exists() for file in files)
 

@@ -166,6 +166,26 @@ def test_a_file_with_anything_anywhere_is_read_or_refused_in_our_words(kind, dat
     assert all(len(words) < 1500 and "\n" not in words for words in said)
 
 
+def value_at(data, path):
+    return value_at(data[path[0]], path[1:]) if path else data
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        (kind, path)
+        for kind, data in VALID.items()
+        for path in places(data)
+        if type(value_at(data, path)) in (int, float)
+        and path not in (("max_position_embeddings",), ("format",))
+    ],
+)
+def test_true_is_no_number(kind, path):
+    """YAML reads `count: yes` as true, which Python takes for 1. Llama learns no positions."""
+    with pytest.raises(HeteroError):
+        READ[kind](json.dumps(changed(VALID[kind], path, True)))
+
+
 @pytest.mark.parametrize("kind", VALID)
 @settings(max_examples=100)
 @given(
@@ -261,8 +281,9 @@ WORDS = {
         (("nodes", 0, "device"), "A11", "'A11'.*A100-80GB.*`devices:`"),
         (("nodes", 0, "count"), "two", "count` is 'two'.*whole number"),
         (("nodes", 0, "count"), 0, "count 0.*1 or more"),
+        (("nodes", 0, "count"), True, r"`nodes\[0\].count` is True.*a number"),
         (("nodes", 0, "price_per_hour"), -1, "-1.*0 or more"),
-        (("nodes", 0, "cuont"), 1, "Did you mean count by 'cuont'"),
+        (("nodes", 0, "cuont"), 1, "Did you mean count instead of 'cuont'"),
         (("inter_node_latency_s",), "fast", "is 'fast'.*number of seconds.*'20 us'"),
         (("inter_node_bytes_per_s",), 0, "inter_node_bytes_per_s 0.*above 0"),
         (("links", 0, "nodes"), 0, r"`links\[0\].nodes` is 0.*list"),

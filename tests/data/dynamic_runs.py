@@ -2,10 +2,10 @@
 
 import os
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning as L
-import numpy as np
 
 from lightning_hetero import AutoPlan, HeteroStrategy, ParallelPlan
 from lightning_hetero.assign import PipelineCost
@@ -13,14 +13,13 @@ from lightning_hetero.autoplan.facts import AutoPlanned
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.batches import AssignedBatch
-from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.straggler.prediction import move_ranks
 from lightning_hetero.testing import EmulatedDevices
 from tests.capped_memory import CappedMemory
 from tests.data.rows import Rows, RowStream, lengths_of
+from tests.fits import Case, Outcome, outcome_of, train
+from tests.plans import Plan
 from tests.runtime.case_modules import PackedModule
-from tests.runtime.runs import SEED, Case
-from tests.toy import quiet
 
 LENGTHS = [length + 1 for length in lengths_of(40, longest=30)]
 LONGER = 8
@@ -30,12 +29,12 @@ SHORT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    losses: list[float]
-    val_losses: list[float]
+class Ran:
+    """What a rank knows after a run; `seen` are the validation losses."""
+
+    outcome: Outcome
     plans: list[Any]
     """The plan of every step, as a dict."""
-    weights: dict[str, np.ndarray]
     longest_microbatch: int
     num_left_in_store: int
     num_before: list[int]
@@ -48,7 +47,7 @@ class Module(PackedModule):
     def __init__(self, num_layers: int) -> None:
         super().__init__(Case(model="packed", num_layers=num_layers))
         self.plans: list[Any] = []
-        self.val_losses: list[float] = []
+        self.seen: list[float] = []
         self.longest = 0
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -58,12 +57,24 @@ class Module(PackedModule):
             self.longest = max([self.longest, *sizes])
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
-        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
-        loss = packed_cross_entropy(logits, batch.labels)
-        self.log("val_loss", loss, batch_size=batch.num_target_tokens)
+        self.log("val_loss", self.loss(batch), batch_size=batch.num_target_tokens)
 
     def on_validation_epoch_end(self) -> None:
-        self.val_losses.append(float(self.trainer.callback_metrics["val_loss"]))
+        self.seen.append(float(self.trainer.callback_metrics["val_loss"]))
+
+
+def data_of(times: int, *, stream: bool) -> HeteroDataModule:
+    """Return samples that are so many times as long."""
+    lengths = [times * length for length in LENGTHS]
+    return HeteroDataModule(
+        RowStream(lengths) if stream else Rows(lengths),
+        Rows(lengths[:20]),
+        tokens_per_step=60 * times,
+        context_length=31 * times,
+        lengths=None if stream else lengths,
+        seed=2,
+        num_ahead=2,
+    )
 
 
 class Candidates(L.Callback):
@@ -124,99 +135,77 @@ def costs_of(plan: ParallelPlan) -> list[PipelineCost]:
     ]
 
 
-def train(
+def case_of(
+    plan: Plan | None, world_size: int, *, times: int = 1, stream: bool = False, **how: Any
+) -> Case:
+    """Return two epochs of samples that are so many times as long."""
+    return Case(
+        model=partial(Module, 3 if times == 1 else 6),
+        plan=plan,
+        world_size=world_size,
+        data=partial(data_of, times, stream=stream),
+        max_epochs=2,
+        **how,
+    )
+
+
+def fit(
     rank: int,
-    plans: list[dict[str, Any]],
+    plans: list[Plan],
     world_size: int,
     save: tuple[int, str] | None = None,
     resume: str | None = None,
     moves: tuple[int, int] = (-1, -1),
     *,
     stream: bool = False,
-) -> Outcome:
-    """Train two epochs under candidate plans, on a single device without them."""
+) -> Ran:
+    """Train two epochs under candidate plans, on a single device without them.
+
+    Of a stream nobody knows the lengths of samples before they are read.
+    """
     callbacks: list[L.Callback] = [Moves(moves)]
     callbacks += [Saves(*save)] if save else []
-    options: dict[str, Any] = {"devices": world_size}
-    if plans:
-        callbacks.append(Candidates(plans))
-        first = ParallelPlan.from_dict(plans[0])
-        options["strategy"] = HeteroStrategy(first, whole_after_run=True)
-    return fit(callbacks, options, resume, stream=stream)
+    callbacks += [Candidates(plans)] if plans else []
+    case = case_of(plans[0] if plans else None, world_size, stream=stream, ckpt_path=resume)
+    return ran(train(case, *callbacks, CountKeys()))
 
 
-def train_on_a_stream(rank: int, plans: list[dict[str, Any]], world_size: int) -> Outcome:
-    """Do the same with samples of which nobody knows the lengths before they are read."""
-    return train(rank, plans, world_size, stream=True)
-
-
-def train_automatically(
+def fit_automatically(
     rank: int, slowdowns: tuple[float, ...], memory_bytes: int, cache: str
-) -> tuple[Outcome, AutoPlanned]:
+) -> tuple[Ran, AutoPlanned]:
     """Train long samples under whatever plans are proposed for devices with so much memory.
 
     A cap leaves a quarter more, for what operations of small layers need for a moment.
     """
     os.environ["LIGHTNING_HETERO_CACHE"] = cache
-    strategy = HeteroStrategy(
-        AutoPlan(tp_degrees=(1,)), num_candidate_plans=4, whole_after_run=True
-    )
-    options = {"devices": len(slowdowns), "strategy": strategy}
+    options = {"plan": AutoPlan(tp_degrees=(1,)), "num_candidate_plans": 4}
     callbacks = [
         EmulatedDevices(slowdowns, memory_bytes=memory_bytes),
         CappedMemory((1.25 * memory_bytes,) * len(slowdowns)),
     ]
-    outcome = fit(callbacks, options, times=LONGER)
-    assert strategy.auto_planned is not None
-    return outcome, strategy.auto_planned
+    case = case_of(None, len(slowdowns), times=LONGER, options=options)
+    module = train(case, *callbacks, CountKeys())
+    return ran(module), module.trainer.strategy.auto_planned
 
 
-def train_long_alone(rank: int) -> Outcome:
-    """Train the same long samples on a single device."""
-    return fit([], {"devices": 1}, times=LONGER)
+class CountKeys(L.Callback):
+    """Counts what the store still has of plans in the end."""
+
+    num_left = 0
+
+    def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.strategy.barrier()
+        store = trainer.datamodule._planner._store  # type: ignore[attr-defined]
+        if trainer.world_size > 1:
+            self.num_left = sum("train/" in key for key in store._store.list_keys())
 
 
-def fit(
-    callbacks: list[L.Callback],
-    options: dict[str, Any],
-    resume: str | None = None,
-    *,
-    times: int = 1,
-    stream: bool = False,
-) -> Outcome:
-    """Train two epochs of samples that are so many times as long."""
-    L.seed_everything(SEED, verbose=False)
-    module = Module(3 if times == 1 else 6)
-    lengths = [times * length for length in LENGTHS]
-    data = HeteroDataModule(
-        RowStream(lengths) if stream else Rows(lengths),
-        Rows(lengths[:20]),
-        tokens_per_step=60 * times,
-        context_length=31 * times,
-        lengths=None if stream else lengths,
-        seed=2,
-        num_ahead=2,
-    )
-    left: list[int] = []
-
-    class CountKeys(L.Callback):
-        def on_train_end(self, trainer: L.Trainer, *_: Any) -> None:
-            trainer.strategy.barrier()
-            store = data._planner._store  # type: ignore[union-attr]
-            if trainer.world_size > 1:
-                left.append(sum("train/" in key for key in store._store.list_keys()))
-
-    trainer = L.Trainer(
-        **quiet(**options, callbacks=[*callbacks, CountKeys()], max_epochs=2),
-        num_sanity_val_steps=0,
-    )
-    trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=False)
-    return Outcome(
-        losses=module.losses,
-        val_losses=module.val_losses,
+def ran(module: Any) -> Ran:
+    callbacks = module.trainer.callbacks
+    return Ran(
+        outcome=outcome_of(module),
         plans=module.plans,
-        weights={name: value.numpy() for name, value in module.state_dict().items()},
         longest_microbatch=module.longest,
-        num_left_in_store=max(left, default=0),
+        num_left_in_store=sum(c.num_left for c in callbacks if isinstance(c, CountKeys)),
         num_before=[n for c in callbacks if isinstance(c, Moves) for n in c.num_before],
     )

@@ -58,6 +58,14 @@ def test_lists_of_tensors_are_cut_inside_however_deep() -> None:
     assert str(second) == "[[tensor([1]), tensor([6])], [tensor([8]), [tensor([1]), ['b']]]]"
 
 
+def test_without_tensors_lists_are_counted() -> None:
+    texts, classes = ["a", "b", "c"], [{"is": 1}, {"is": 2}, {"is": 1}]
+    first, second = cut_batch({"texts": texts, "classes": classes, "name": "train"}, 2)
+    assert first == {"texts": ["a"], "classes": [{"is": 1}], "name": "train"}
+    assert second == {"texts": ["b", "c"], "classes": classes[1:], "name": "train"}
+    assert cut_batch(texts, 3) == [["a"], ["b"], ["c"]]
+
+
 @pytest.mark.parametrize("batch", [EmptyBatch(), torch.zeros(0, 3)])
 def test_a_batch_without_samples_has_no_microbatches(batch: Any) -> None:
     assert count_samples(batch) == 0

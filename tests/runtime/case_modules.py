@@ -1,109 +1,58 @@
-"""The modules that cases train: what a user writes around a model, and keeps of its run."""
+"""The modules that cases name: what a user writes around a model, of the sizes of the case."""
 
 import random
-from dataclasses import dataclass, replace
-from typing import Any
-from unittest import mock
+from typing import TYPE_CHECKING, Any
 
-import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
-from lightning_hetero.models.packing import packed_cross_entropy
-from tests.toy import ADAM_EPS, GPT, VOCABULARY, TokenRows
+from lightning_hetero.models import LMConfig, PackedBatch, pack_samples
+from tests.packed import PackedLM, Samples
+from tests.toy import (
+    ADAM_EPS,
+    GPT,
+    VOCABULARY,
+    Compared,
+    TokenRows,
+    ToyModule,
+    ToyOptions,
+    optimizers_of,
+)
 
-SEED = 11
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """What is trained and how; without a plan, on a single device."""
-
-    plan: dict[str, Any] | None = None
-    world_size: int = 1
-    model: str = "gpt"
-    num_layers: int = 3
-    width: int = 16
-    tied: bool = False
-    optimizer: str = "adamw"
-    batch_size: int = 2
-    num_rows: int = 12
-    num_microbatches: int | None = None
-    accumulate: int = 1
-    clip_val: float | None = None
-    clip_algorithm: str = "norm"
-    ownership: str = "auto"
-    max_epochs: int = 1
-    precision: str = "32-true"
-    accelerator: str = "cpu"
-    options: tuple[tuple[str, Any], ...] = ()
-    """More options of the strategy."""
-
-    @property
-    def num_pipelines(self) -> int:
-        return 1 if self.plan is None else len(self.plan["pipelines"])
-
-    def on_single_device(self) -> "Case":
-        """The same run without a plan: its batch is what all pipelines' batches are together."""
-        batch_size = self.batch_size * self.num_pipelines
-        return replace(
-            self, plan=None, world_size=1, batch_size=batch_size, precision="32-true", options=()
-        )
+if TYPE_CHECKING:
+    from tests.fits import Case
 
 
-class ExactMuon(torch.optim.Muon):
-    """Muon that orthogonalises in fp32, not bf16, which would blow up rounding of the gradients."""
+class Recorded(Compared):
+    """Steps the optimizer that a case asks for."""
 
-    def step(self, closure: Any = None) -> Any:
-        with mock.patch.object(Tensor, "bfloat16", lambda tensor: tensor):
-            return super().step(closure)
-
-
-class Recorded(L.LightningModule):
-    """Keeps the losses that Lightning's hooks see, and steps the optimizer that a case asks for."""
-
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: "Case") -> None:
         super().__init__()
         self.case = case
-        self.losses: list[float] = []
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
+    def rows(self, num_empty: int) -> Dataset[Any]:
+        return TokenRows(self.case.num_rows)
 
     def configure_optimizers(self) -> Any:
-        decay = [p for p in self.parameters() if p.ndim >= 2]
-        rest = [p for p in self.parameters() if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-        if self.case.optimizer == "sgd":
-            optimizer: Any = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-        elif self.case.optimizer == "muon":
-            optimizer = ExactMuon(decay, lr=1e-2)  # It takes matrices only.
-        else:
-            optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=ADAM_EPS)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=4)
-        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+        return optimizers_of(self.parameters(), self.case.optimizer)
 
 
-class RowsModule(Recorded):
+class RowsModule(ToyModule):
     """The tests' own GPT on rows with uneven numbers of ignored targets."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.model = GPT(case.num_layers, case.width, tied=case.tied)
+    def __init__(self, case: "Case") -> None:
+        super().__init__(ToyOptions(case.num_layers, case.width, case.tied, case.optimizer))
+        self.case = case
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        ids, labels = batch
-        logits = self.model(ids)
-        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
-        self.log("train_loss", loss, on_step=True, on_epoch=True)
-        return loss
+    def rows(self, num_empty: int) -> Dataset[Any]:
+        return TokenRows(self.case.num_rows)
 
-    def train_dataloader(self) -> Any:
-        return DataLoader(TokenRows(self.case.num_rows), batch_size=self.case.batch_size)
+
+class ValidatedModule(RowsModule):
+    validates = 1
 
 
 class Adapted(nn.Module):
@@ -123,7 +72,7 @@ class Adapted(nn.Module):
 class AdaptedModule(RowsModule):
     """All is frozen but adapters of some layers; others, and both ends, have nothing to train."""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: "Case") -> None:
         super().__init__(case)
         self.requires_grad_(False)
         for block in list(self.model.blocks)[1:]:
@@ -134,24 +83,19 @@ class AdaptedModule(RowsModule):
         return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
 
 
-class PackedSamples(Dataset[Any]):
+class PackedSamples(Samples):
     def __init__(self, num_rows: int) -> None:
         generator = torch.Generator().manual_seed(3)
         lengths = torch.randint(2, 30, (num_rows,), generator=generator).tolist()
-        self.rows = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index]
+        super().__init__(lengths, VOCABULARY)
 
 
-class PackedModule(Recorded):
+class PackedModule(PackedLM):
     """The reference model on packed samples of different lengths."""
 
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
+    collate = staticmethod(pack_samples)
+
+    def __init__(self, case: "Case") -> None:
         config = LMConfig(
             vocab_size=VOCABULARY,
             hidden_size=case.width,
@@ -161,22 +105,21 @@ class PackedModule(Recorded):
             tie_embeddings=case.tied,
             init_std=0.2,
         )
-        self.model = HeteroLM(config)
+        super().__init__(config)
+        self.case = case
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
-        loss = packed_cross_entropy(logits, batch.labels)
+        loss = self.loss(batch)
         # An epoch's mean weighs iterations of packed samples by their target tokens.
         size = batch.num_target_tokens
         self.log("train_loss", loss, batch_size=size, on_step=True, on_epoch=True)
         return loss
 
-    def train_dataloader(self) -> Any:
-        return DataLoader(
-            PackedSamples(self.case.num_rows),
-            batch_size=self.case.batch_size,
-            collate_fn=pack_samples,
-        )
+    def rows(self, num_empty: int) -> Dataset[Any]:
+        return PackedSamples(self.case.num_rows)
+
+    def configure_optimizers(self) -> Any:
+        return optimizers_of(self.parameters(), self.case.optimizer)
 
 
 class MaskingModule(Recorded):
@@ -186,7 +129,7 @@ class MaskingModule(Recorded):
     same weight.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: "Case") -> None:
         super().__init__(case)
         self.model = GPT(case.num_layers, case.width, tied=case.tied)
         for block in self.model.blocks:
@@ -206,12 +149,10 @@ class MaskingModule(Recorded):
         logits = self.model(masked) * (1 + draws[1] + torch.rand(()))
         return F.cross_entropy(logits.reshape(-1, VOCABULARY), ids.reshape(-1))
 
-    def train_dataloader(self) -> Any:
-        return DataLoader(TokenRows(self.case.num_rows), batch_size=self.case.batch_size)
-
 
 MODULES = {
     "gpt": RowsModule,
+    "validated": ValidatedModule,
     "packed": PackedModule,
     "masking": MaskingModule,
     "adapted": AdaptedModule,

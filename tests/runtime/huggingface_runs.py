@@ -1,27 +1,25 @@
-"""Tiny Hugging Face models, and runs of them that the parity tests compare."""
+"""Tiny Hugging Face models, and cases of them."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import lightning as L
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.models import pack_samples
 from lightning_hetero.models.huggingface import (
     load_pretrained,
     packed_inputs,
     use_packed_attention,
 )
-from tests.toy import quiet
+from tests.fits import Case
+from tests.toy import Compared
 
-SEED = 5
 VOCABULARY = 29
 CONTEXT = 10
 
@@ -113,21 +111,19 @@ def quantization(kind: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFaceCase:
+class HuggingFaceCase(Case):
     """What is trained and how; without a plan, on a single device."""
 
     model: str
-    plan: dict[str, Any] | None = None
-    world_size: int = 1
-    precision: str = "32-true"
+    batch_size: int = 4
+    num_rows: int = 24
+    num_microbatches: int | None = 2
     loss: str = "inside"
     """Made "inside" the model's forward, or "outside" in the step."""
     padded: bool = False
-    batch_size: int = 4
-    num_rows: int = 24
     own_checkpointing: bool = False
     """Turn the model's own gradient checkpointing on."""
-    config: tuple[tuple[str, Any], ...] = ()
+    config: Mapping[str, Any] = field(default_factory=dict)
     """Changes of the model's configuration."""
     source: str = "cpu"
     """The device on which the model is built."""
@@ -137,22 +133,24 @@ class HuggingFaceCase:
     """What the folder's weights are quantized by while they are read."""
     packed: bool = False
     """Whether batches are samples of different lengths laid end to end."""
-    options: tuple[tuple[str, Any], ...] = ()
-    """More options of the strategy."""
 
-    def on_single_device(self) -> "HuggingFaceCase":
-        assert self.plan is not None
-        size = self.batch_size * len(self.plan["pipelines"])
-        return replace(
-            self, plan=None, world_size=1, batch_size=size, precision="32-true", options=()
-        )
+    def module(self) -> Any:
+        return HuggingFaceModule(self)
+
+    def weights_of(self, module: Any) -> Mapping[str, Tensor]:
+        """Return all weights; of Gemma the factors of norms, of which it keeps what exceeds one."""
+        keeps_rest = "gemma" in self.model and self.config
+        return {
+            name: value + 1 if keeps_rest and "norm" in name else value
+            for name, value in module.state_dict().items()
+        }
 
 
 def base_model(case: HuggingFaceCase) -> Any:
     """Return a case's model, in training mode."""
     if case.folder is None:
         with torch.device(case.source):
-            return make_model(case.model, **dict(case.config))
+            return make_model(case.model, **case.config)
     kind = auto_class(case.model)
     how = None if case.while_loading is None else quantization(case.while_loading)
     if case.plan is not None:
@@ -190,7 +188,7 @@ class Rows(Dataset[Any]):
         }
 
 
-class HuggingFaceModule(L.LightningModule):
+class HuggingFaceModule(Compared):
     """What a user writes around a Hugging Face model."""
 
     def __init__(self, case: HuggingFaceCase) -> None:
@@ -201,7 +199,6 @@ class HuggingFaceModule(L.LightningModule):
             use_packed_attention(self.model)
         if case.own_checkpointing:
             self.model.gradient_checkpointing_enable()
-        self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.case.packed:
@@ -217,69 +214,18 @@ class HuggingFaceModule(L.LightningModule):
             logits, labels = logits[:, :-1], labels[:, 1:]
         return F.cross_entropy(logits.reshape(-1, VOCABULARY), labels.reshape(-1))
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
-    def train_dataloader(self) -> Any:
+    def rows(self, num_empty: int) -> Any:
         if not self.case.packed:
-            return DataLoader(Rows(self.case), batch_size=self.case.batch_size)
+            return Rows(self.case)
         generator = torch.Generator().manual_seed(4)
-        samples = [
+        return [
             torch.randint(3, VOCABULARY, (2 + index * 7 % 13,), generator=generator)
             for index in range(self.case.num_rows)
         ]
-        return DataLoader(samples, batch_size=self.case.batch_size, collate_fn=pack_samples)
 
-
-@dataclass
-class HuggingFaceOutcome:
-    """What a rank knows after a run."""
-
-    losses: list[float]
-    before: dict[str, np.ndarray]
-    after: dict[str, np.ndarray]
-
-
-def _arrays(module: L.LightningModule) -> dict[str, np.ndarray]:
-    return {
-        name: value.detach().float().numpy().copy() for name, value in module.state_dict().items()
-    }
-
-
-def train(rank: int, case: HuggingFaceCase, max_steps: int = -1) -> HuggingFaceOutcome:
-    """Train a case on one of its ranks."""
-    L.seed_everything(SEED, verbose=False)
-    module = HuggingFaceModule(case)
-    return fit(module, case, max_steps)
-
-
-def fit(
-    module: HuggingFaceModule, case: HuggingFaceCase, max_steps: int = -1
-) -> HuggingFaceOutcome:
-    before = _arrays(module)
-    run(module, case, max_steps=max_steps)
-    return HuggingFaceOutcome(module.losses, before, _arrays(module))
-
-
-def run(
-    module: HuggingFaceModule, case: HuggingFaceCase, *callbacks: L.Callback, **how: Any
-) -> L.Trainer:
-    """Train a case's module; `how` are more options of the Trainer and of its `fit`."""
-    strategy: dict[str, Any] = {"devices": 1}
-    if case.plan is not None:
-        plan = ParallelPlan.from_dict(case.plan)
-        options: dict[str, Any] = {"num_microbatches": 2, "whole_after_run": True}
-        options |= dict(case.options)
-        strategy = {"strategy": HeteroStrategy(plan, **options), "devices": case.world_size}
-    fits = {
-        name: how.pop(name)
-        for name in ("val_dataloaders", "ckpt_path", "weights_only")
-        if name in how
-    }
-    silent = quiet(max_epochs=1, precision=case.precision, callbacks=list(callbacks))
-    trainer = L.Trainer(**{**silent, **strategy, **how}, use_distributed_sampler=False)
-    trainer.fit(module, **fits)
-    return trainer
+    @property
+    def collate(self) -> Any:
+        return pack_samples if self.case.packed else None

@@ -1,23 +1,15 @@
-"""Tiny Hugging Face models with adapters, some with quantized weights, that parity tests train."""
+"""Tiny Hugging Face models with adapters, some with quantized weights, and cases of them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import lightning as L
-import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_hetero import ParallelPlan
-from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.huggingface import add_adapters
-from tests.exchange.message_lists import pulls_of, pushes_of
-from tests.runtime.huggingface_runs import (
-    SEED,
-    HuggingFaceCase,
-    HuggingFaceModule,
-    run,
-)
+from tests.fits import SEED, Case
+from tests.runtime.huggingface_runs import HuggingFaceCase, HuggingFaceModule
 
 TARGETS = {
     "gpt2": ["c_attn", "c_proj"],
@@ -33,8 +25,6 @@ class PeftCase(HuggingFaceCase):
     model: str = "llama"
     quantized: str | None = None
     """One of "nf4", "fp4", "int8", "torchao"."""
-    plans: tuple[dict[str, Any], ...] = ()
-    """Plans that the run changes to, after its first iteration, second, and so on."""
     adapters: dict[str, Any] = field(default_factory=dict)
     """Options of the adapters' config."""
     method: str = "LoraConfig"
@@ -43,7 +33,17 @@ class PeftCase(HuggingFaceCase):
     """Adapters beside the first one; all are active."""
     max_steps: int = 4
     validates: bool = False
-    """Whether it validates before it trains, and after each epoch."""
+    """Whether it validates before it trains, and after each epoch; one device never does."""
+
+    def on_single_device(self) -> Case:
+        return replace(super().on_single_device(), validates=False, trainer={})
+
+    def module(self) -> Any:
+        return PeftModule(self)
+
+    def weights_of(self, module: Any) -> Mapping[str, Tensor]:
+        """Return what is trained."""
+        return {name: item for name, item in module.named_parameters() if item.requires_grad}
 
 
 def quantize(module: nn.Module, kind: str) -> None:
@@ -93,22 +93,12 @@ def with_adapters(model: Any, case: PeftCase) -> Any:
     return wrap(model, adapters)
 
 
-class ChangePlans(L.Callback):
-    """Changes the plan after iterations."""
-
-    def __init__(self, plans: tuple[dict[str, Any], ...]) -> None:
-        self.left = [ParallelPlan.from_dict(plan) for plan in plans]
-
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        if self.left:
-            trainer.strategy.change_plan(self.left.pop(0))  # type: ignore[attr-defined]
-
-
 class PeftModule(HuggingFaceModule):
     """What a user writes around a model with adapters."""
 
     def __init__(self, case: PeftCase) -> None:
         super().__init__(case)
+        self.validates = case.validates
         if case.quantized:
             for part in self.model.modules():
                 if isinstance(part, nn.ModuleList) and len(part) == 4:
@@ -127,120 +117,3 @@ class PeftModule(HuggingFaceModule):
 
     def validation_step(self, batch: dict[str, Any]) -> Any:
         return self.model(**batch).loss
-
-
-@dataclass(frozen=True)
-class PeftOutcome:
-    """What a rank knows after a run."""
-
-    losses: list[float]
-    trained: dict[str, np.ndarray]
-
-
-def train(rank: int, case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftOutcome:
-    """Train a case on one of its ranks."""
-    module = fit(case, *callbacks, ckpt_path=ckpt_path)
-    trained = {
-        name: weight.detach().numpy().copy()
-        for name, weight in module.named_parameters()
-        if weight.requires_grad
-    }
-    return PeftOutcome(module.losses, trained)
-
-
-def fit(case: PeftCase, *callbacks: L.Callback, ckpt_path: Any = None) -> PeftModule:
-    """Train a case, and return its module."""
-    L.seed_everything(SEED, verbose=False)
-    module = PeftModule(case)
-    changes = [ChangePlans(case.plans)] if case.plan is not None and case.plans else []
-    how: dict[str, Any] = {"enable_checkpointing": bool(callbacks), "max_steps": case.max_steps}
-    validated = module.train_dataloader() if case.validates else None
-    run(module, case, *callbacks, *changes, val_dataloaders=validated, ckpt_path=ckpt_path, **how)
-    return module
-
-
-class Count(L.Callback):
-    """Counts the elements that a rank owns, sends and receives in an iteration, and all trained."""
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        engine = trainer.strategy.engine  # type: ignore[attr-defined]
-        table, rank = engine.plans.running.table, trainer.global_rank
-        self.counts = (
-            sum(item.numel() for item in engine.store.masters.values()),
-            sum(item.numel for item in pulls_of(table, rank)),
-            sum(item.numel for item in pushes_of(table, rank)),
-            sum(s.numel for s in engine.store.specs.values() if s.requires_grad),
-        )
-
-
-def train_and_count(rank: int, case: PeftCase) -> tuple[int, ...]:
-    """Train a case on one of its ranks; return what moved."""
-    count = Count()
-    train(rank, case, count)
-    return count.counts
-
-
-def train_with_checkpoints(rank: int, case: PeftCase, folder: Any) -> PeftOutcome:
-    """Train a case, going on from the newest layer-wise checkpoint in a folder."""
-    from lightning_hetero.callbacks import LayerwiseCheckpoint
-
-    saves = LayerwiseCheckpoint(folder, every_n_train_steps=2, shared_memory=False)
-    return train(rank, case, saves)
-
-
-def train_and_resume(rank: int, case: PeftCase, file: Any) -> list[float]:
-    """Train half of a case, save a whole checkpoint, and train the other half from it."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    half = replace(case, max_steps=case.max_steps // 2)
-    saves = ModelCheckpoint(file.parent, file.stem, every_n_train_steps=half.max_steps)
-    train(rank, half, saves)
-    return train(rank, case, ckpt_path=file).losses
-
-
-def save_adapters(rank: int, case: PeftCase, folder: Any) -> None:
-    """Train a case, and write its adapters by `save_pretrained`; PEFT reads them."""
-    import peft
-
-    module = fit(case)
-    if rank == 0:
-        module.model.save_pretrained(folder)
-        base = HuggingFaceModule(HuggingFaceCase(model=case.model, config=case.config)).model
-        peft.PeftModel.from_pretrained(base, folder)
-
-
-def refusal(rank: int, case: PeftCase) -> str:
-    """Return the error with which a case is refused on a rank."""
-    try:
-        fit(case)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
-class Unfreeze(L.Callback):
-    """Unfreezes a weight of the base model before the first step, or after some steps."""
-
-    def __init__(self, after: int) -> None:
-        self.after = after
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self.after == 0:
-            self._unfreeze(pl_module)
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
-        if trainer.global_step == self.after:
-            self._unfreeze(pl_module)
-
-    def _unfreeze(self, module: L.LightningModule) -> None:
-        for name, weight in module.named_parameters():
-            if "layers.2.mlp.up_proj" in name:
-                weight.requires_grad_(True)
-
-
-def train_and_unfreeze(rank: int, case: PeftCase, after: int) -> PeftOutcome | str:
-    """Train a case whose base is unfrozen in part; return the error if it is refused."""
-    try:
-        return train(rank, case, Unfreeze(after))
-    except ModelError as error:
-        return str(error)

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.runtime.setup.products import SavedBytes
 from lightning_hetero.runtime.stage.recomputation import LayerCall, Recomputation
 from lightning_hetero.runtime.tensor_parallel import collectives
+from tests.fits import SEED, Case, Outcome, outcome_of, train
 from tests.runtime.case_modules import PackedModule
-from tests.runtime.runs import SEED, Case, Outcome, fit
 from tests.without_check import WITHOUT_CHECK
 
 
@@ -120,7 +120,7 @@ def train_watched(rank: int, cases: list[Case]) -> list[Watched]:
         L.seed_everything(SEED, verbose=False)
         module = WatchedModule(case)
         with WITHOUT_CHECK:
-            outcome = fit(module, case)
+            outcome = outcome_of(train(case, module=module))
         found.append(Watched(outcome, module.peaks, module.num_forwards))
     return found
 
@@ -144,7 +144,7 @@ def train_counted(rank: int, cases: list[Case]) -> list[Counted]:
         add = mock.Mock(side_effect=collectives._all_reduce)
         watch = mock.patch.object(collectives, "_all_reduce", add)
         with WITHOUT_CHECK, counting_layers() as totals, watch:
-            outcome = fit(PackedModule(case), case)
+            outcome = outcome_of(train(case, module=PackedModule(case)))
         found.append(Counted(outcome, sum(totals), add.call_count))
     return found
 
@@ -154,7 +154,7 @@ def refused_budget(rank: int, case: Case) -> tuple[str, int]:
     L.seed_everything(SEED, verbose=False)
     module = WatchedModule(case)
     try:
-        fit(module, case)
+        train(case, module=module)
     except Exception as error:
         return f"{type(error).__name__}: {error}", len(module.losses)
     return "trained", len(module.losses)

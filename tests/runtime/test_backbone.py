@@ -12,10 +12,9 @@ from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from lightning_hetero.callbacks import LayerwiseCheckpoint
+from tests.fits import Outcome, assert_same, outcome_of, train
 from tests.processes import ProcessPool
-from tests.runtime.huggingface_runs import SEED, run
 from tests.runtime.peft_runs import PeftCase, PeftModule
-from tests.runtime.runs import assert_same_weights
 from tests.runtime.test_adapters import PLANS
 from tests.toy import ADAM_EPS
 
@@ -62,58 +61,50 @@ class BackboneCase(PeftCase):
     whole: bool = False
     """Whether whole layers are, with their adapters; if not, only what has adapters."""
     num_rows: int = 8
+    max_steps: int = -1
+
+    def module(self) -> Any:
+        return WithBackbone(self)
+
+    def weights_of(self, module: Any) -> Any:
+        return dict(module.named_parameters())
 
 
 class Notes(L.Callback):
     """Keeps each epoch's learning rates, and how many values this rank owns."""
 
     def __init__(self) -> None:
-        self.rates: list[list[float]] = []
         self.owned: list[int] = []
 
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.rates.append([group["lr"] for group in trainer.optimizers[0].param_groups])
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
+        pl_module.seen = [*(pl_module.seen or []), rates]
         engine = getattr(trainer.strategy, "engine", None)
         if engine is not None:
             self.owned.append(sum(item.numel() for item in engine.store.masters.values()))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a rank knows after a run."""
-
-    losses: list[float]
-    rates: list[list[float]]
-    owned: list[int]
-    weights: dict[str, Any]
-
-
-def train(
+def fit(
     rank: int,
     case: BackboneCase,
     num_epochs: int = NUM_EPOCHS,
     file: Path | None = None,
     folder: Path | None = None,
-) -> Outcome:
+) -> tuple[Outcome, list[int]]:
     """Train a case, from a file if there is one, which else is written at the end.
 
     A folder is of layer-wise checkpoints, from the newest of which training goes on.
     """
-    L.seed_everything(SEED, verbose=False)
-    module, notes = WithBackbone(case), Notes()
+    has_file = file is not None and file.exists()
+    case = replace(case, max_epochs=num_epochs, ckpt_path=file if has_file else None)
     unfreeze = BackboneFinetuning(UNFREEZES, lambda_func=_double, backbone_initial_ratio_lr=0.1)
-    how: dict[str, Any] = {"max_epochs": num_epochs, "max_steps": -1}
-    if file is not None and file.exists():
-        how |= {"ckpt_path": file, "weights_only": False}
-    callbacks: list[L.Callback] = [unfreeze, notes]
+    callbacks: list[L.Callback] = [unfreeze, notes := Notes()]
     if folder is not None:
-        how["enable_checkpointing"] = True
         callbacks += [LayerwiseCheckpoint(folder, every_n_train_steps=1, shared_memory=False)]
-    trainer = run(module, case, *callbacks, **how)
-    if file is not None and "ckpt_path" not in how:
-        trainer.save_checkpoint(file)
-    weights = {name: item.detach().numpy().copy() for name, item in module.named_parameters()}
-    return Outcome(module.losses, notes.rates, notes.owned, weights)
+    module = train(case, *callbacks)
+    if file is not None and not has_file:
+        module.trainer.save_checkpoint(file)
+    return outcome_of(module), notes.owned
 
 
 def _double(epoch: int) -> float:
@@ -124,20 +115,14 @@ ADAPTED = ["q_proj", "up_proj"]
 
 
 def case_of(plan: str, *, whole: bool) -> BackboneCase:
-    found, world_size = PLANS[plan]
-    return BackboneCase(
-        plan=found,
-        world_size=world_size,
-        batch_size=4 // len(found["pipelines"]),
-        adapters={"target_modules": ADAPTED},
-        whole=whole,
-    )
+    found = PLANS[plan]
+    size, adapters = 4 // len(found["pipelines"]), {"target_modules": ADAPTED}
+    return BackboneCase(plan=found, batch_size=size, adapters=adapters, whole=whole)
 
 
 def check(found: Outcome, expected: Outcome) -> None:
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5)
-    assert found.rates == expected.rates
-    assert_same_weights(found.weights, expected.weights, least=1e-3)
+    assert_same(found, expected)
+    assert found.seen == expected.seen
 
 
 @pytest.mark.parametrize(("plan", "whole"), [("stages", False), ("beside a copy", True)])
@@ -145,11 +130,11 @@ def test_the_base_trains_from_the_epoch_that_unfreezes_it(
     pool: ProcessPool, plan: str, *, whole: bool
 ) -> None:
     case = case_of(plan, whole=whole)
-    expected = pool.run_alone(train, case.on_single_device())
-    results = pool.run(train, case.world_size, case)
-    for found in results:
+    expected, _ = pool.run_alone(fit, case.on_single_device())
+    results = pool.run(fit, case.size, case)
+    for found, _ in results:
         check(found, expected)
-    owned = np.sum([found.owned for found in results], axis=0)
+    owned = np.sum([owned for _, owned in results], axis=0)
     trained = [w.size for n, w in expected.weights.items() if any(p in n for p in ADAPTED)]
     assert owned[0] < owned[UNFREEZES] == owned[-1]
     assert whole or owned[-1] == sum(trained)
@@ -163,14 +148,14 @@ def test_it_trains_on_from_a_file_as_plain_lightning_does(
     case = case_of("stages", whole=whole)
     alone = case.on_single_device()
     for file, size, each in ((tmp_path / "one", 1, alone), (tmp_path / "many", 2, case)):
-        pool.run(train, size, each, until, file)
-    expected = pool.run(train, 1, alone, NUM_EPOCHS, tmp_path / "one")[0]
-    for found in pool.run(train, 2, case, NUM_EPOCHS, tmp_path / "many"):
+        pool.run(fit, size, each, until, file)
+    expected, _ = pool.run(fit, 1, alone, NUM_EPOCHS, tmp_path / "one")[0]
+    for found, _ in pool.run(fit, 2, case, NUM_EPOCHS, tmp_path / "many"):
         check(found, expected)
     # A file of many ranks goes on in one, and the other way round, under another plan.
-    check(pool.run(train, 1, alone, NUM_EPOCHS, tmp_path / "many")[0], expected)
+    check(pool.run(fit, 1, alone, NUM_EPOCHS, tmp_path / "many")[0][0], expected)
     other = case_of("beside a copy", whole=whole)
-    for found in pool.run(train, 3, other, NUM_EPOCHS, tmp_path / "one"):
+    for found, _ in pool.run(fit, 3, other, NUM_EPOCHS, tmp_path / "one"):
         check(found, expected)
 
 
@@ -180,11 +165,10 @@ def test_it_trains_on_from_layers_as_if_nothing_had_happened(
     until = UNFREEZES + 1
     case, other = (case_of(plan, whole=False) for plan in ("stages", "beside a copy"))
     alone = case.on_single_device()
-    expected = pool.run_alone(train, alone)
+    expected, _ = pool.run_alone(fit, alone)
     for first, then in ((case, other), (other, alone)):
-        folder = tmp_path / f"{first.world_size}-{then.world_size}"
-        pool.run(train, first.world_size, first, until, None, folder)
-        for found in pool.run(train, then.world_size, then, NUM_EPOCHS, None, folder):
-            assert found.rates == expected.rates[until:]
+        folder = tmp_path / f"{first.size}-{then.size}"
+        pool.run(fit, first.size, first, until, None, folder)
+        for found, _ in pool.run(fit, then.size, then, NUM_EPOCHS, None, folder):
             losses = expected.losses[: 2 * until] + found.losses
-            check(replace(found, losses=losses, rates=expected.rates), expected)
+            check(replace(found, losses=losses, seen=expected.seen[:until] + found.seen), expected)

@@ -4,7 +4,8 @@ import ctypes
 import gc
 import multiprocessing
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from resource import getpagesize
 from statistics import median
@@ -13,13 +14,14 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError, PlanError
+from tests.fits import Case, Outcome, assert_same, assert_same_bits, outcome_of, train
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
+from tests.runtime.case_modules import RowsModule
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
@@ -53,25 +55,11 @@ PLANS = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a run is like besides its plans."""
-
-    tied: bool = False
-    width: int = 16
-    num_rows: int = 48
-    num_workers: int = 0
-    stateful: bool = False
-    freeze_every: int = 5
-    """Iterations between a change of what is frozen."""
-    exchange: str = "messages"
-
-
 class ChangesPlan(L.Callback):
     """Asks for another plan after every iteration, and freezes or thaws a parameter."""
 
-    def __init__(self, plans: list[ParallelPlan], setting: Setting) -> None:
-        self.plans, self.setting = plans, setting
+    def __init__(self, plans: list[ParallelPlan], freeze_every: int = 5) -> None:
+        self.plans, self.freeze_every = plans, freeze_every
         self.ran: list[ParallelPlan] = []
         self.expected: dict[int, ParallelPlan] = {}
         self.tensors: list[weakref.ref[torch.Tensor]] = []
@@ -81,8 +69,8 @@ class ChangesPlan(L.Callback):
         strategy: Any = trainer.strategy
         self._look(strategy.engine.plans.running.weights.shards)
         step = trainer.global_step
-        if step % self.setting.freeze_every == 0:
-            module.model.ln_f.requires_grad_(step // self.setting.freeze_every % 2 == 0)
+        if step % self.freeze_every == 0:
+            module.model.ln_f.requires_grad_(step // self.freeze_every % 2 == 0)
         self.ran.append(strategy.plan)
         if len(self.plans) > 1:
             plan = self.plans[step % len(self.plans)]
@@ -128,69 +116,68 @@ def resident_mb() -> float:
 
 @dataclass
 class Found:
-    losses: list[float]
-    weights: dict[str, Any]
+    outcome: Outcome
     num_plans: int
     left: Left
 
 
-def train(rank: int, plans: list[ParallelPlan], setting: Setting) -> Found:
+class Rows(RowsModule):
+    validates = 1
+
+
+class RowsByWorker(Rows):
+    loader = partial(StatefulDataLoader, num_workers=1)
+
+
+def fit(
+    rank: int, plans: list[ParallelPlan], kind: Any, freeze_every: int = 5, **how: Any
+) -> Found:
     # The pool's processes are daemons, which may have no children such as a loader's workers.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
-    torch.manual_seed(0)
-    module = ToyModule(ToyOptions(tied=setting.tied, width=setting.width))
-    strategy = HeteroStrategy(
-        plan=plans[0], num_microbatches=2, whole_after_run=True, exchange=setting.exchange
-    )
-    changes = ChangesPlan(plans, setting)
-    options = {**quiet(devices=3, max_steps=-1), "max_epochs": 2}
-    trainer = L.Trainer(strategy=strategy, callbacks=[changes], **options)
-    kind: Any = StatefulDataLoader if setting.stateful else DataLoader
-    rows = loader(setting.num_rows, 4).dataset
-    data = kind(rows, batch_size=4, shuffle=False, num_workers=setting.num_workers)
+    changes = ChangesPlan(plans, freeze_every)
+    given = {"num_rows": 48, "batch_size": 4, "num_microbatches": 2, "max_epochs": 2, **how}
+    case = Case(plan=plans[0].to_dict(), world_size=3, **given)
     gc.disable()  # A cycle would be there until Python looks for it, one through torch for ever.
     try:
-        trainer.fit(module, data, loader(8, 4, seed=1))
+        module = train(replace(case, model=partial(kind, case)), changes)
     finally:
         gc.enable()
     for iteration, plan in changes.expected.items():
         assert iteration >= len(changes.ran) or changes.ran[iteration] == plan
-    weights = {key: value.numpy() for key, value in module.state_dict().items()}
     changes.left.alive_behind = sum(item() is not None for item in changes.tensors)
-    return Found(module.losses, weights, len({str(plan) for plan in changes.ran}), changes.left)
+    return Found(outcome_of(module), len({str(plan) for plan in changes.ran}), changes.left)
 
 
-def check(ranks: list[Found], still: Found, least: int) -> None:
+def run(pool: ProcessPool, plans: list[ParallelPlan], kind: Any = Rows, **how: Any) -> list[Found]:
+    return pool.run(partial(fit, **how), 3, plans, kind)
+
+
+def check(ranks: list[Found], still: Outcome, least: int) -> None:
     for found in ranks:
         # Asked for again before it runs, a plan may be passed over.
         assert found.num_plans >= least
-        assert found.losses == pytest.approx(still.losses, rel=1e-5)
-        for name, weight in still.weights.items():
-            assert found.weights[name] == pytest.approx(weight, rel=1e-4, abs=1e-5), name
+        assert_same(found.outcome, still)
         assert (found.left.most_alive, found.left.alive_behind) == (0, 0)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
 def test_losses_and_weights_do_not_depend_on_changes_of_plan(pool: ProcessPool) -> None:
-    still = {tied: pool.run(train, 3, PLANS[:1], Setting(tied=tied))[0] for tied in (False, True)}
-    changed = pool.run(train, 3, PLANS, Setting())
-    check(changed, still[False], len(PLANS))
-    check(pool.run(train, 3, PLANS, Setting(exchange="collectives")), still[False], len(PLANS))
-    other = Setting(tied=True, num_workers=1, stateful=True)
-    check(pool.run(train, 3, PLANS, other), still[True], 3)
+    still, tied = (run(pool, PLANS[:1], tied=tied)[0].outcome for tied in (False, True))
+    changed = run(pool, PLANS)
+    check(changed, still, len(PLANS))
+    check(run(pool, PLANS, options={"exchange": "collectives"}), still, len(PLANS))
+    check(run(pool, PLANS, RowsByWorker, tied=True), tied, 3)
     # Runs that change plans alike are equal bit for bit.
-    for one, again in zip(changed, pool.run(train, 3, PLANS, Setting()), strict=True):
-        assert one.losses == again.losses
-        for name, weight in one.weights.items():
-            assert (weight == again.weights[name]).all()
+    again = run(pool, PLANS)
+    assert_same_bits(*([item.outcome for item in found] for found in (changed, again)))
 
 
 @pytest.mark.slow
 def test_changes_of_plan_leave_memory_flat(pool: ProcessPool) -> None:
     """A leak is seen: a plan's weights are 0.3 MB of a process, 33 MB after 100 changes."""
-    setting = Setting(width=64, num_rows=400, freeze_every=1000)
-    pool.run(train, 3, PLANS, setting)  # Until caches have what they need.
-    for found in pool.run(train, 3, PLANS, setting):
+    how = {"width": 64, "num_rows": 400, "freeze_every": 1000}
+    run(pool, PLANS, **how)  # Until caches have what they need.
+    for found in run(pool, PLANS, **how):
         assert found.left.most_alive == 0
         assert found.left.grown_mb <= MOST_GROWN_MB
 
@@ -208,7 +195,7 @@ class PairModule(ToyModule):
 def refuse(rank: int, plan: ParallelPlan, num_loaders: int) -> str:
     trainer = L.Trainer(
         strategy=HeteroStrategy(plan=PLANS[0]),
-        callbacks=[ChangesPlan([plan, plan], Setting())],
+        callbacks=[ChangesPlan([plan, plan])],
         **quiet(devices=3, max_steps=2),
     )
     loaders: Any = {"a": loader(64, 4), "b": loader(64, 4)} if num_loaders == 2 else loader(64, 4)

@@ -11,9 +11,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.models.huggingface import add_adapters, load_pretrained
+from tests.fits import check
 from tests.processes import ProcessPool
 from tests.runtime.huggingface_runs import auto_class, make_model, quantization
-from tests.runtime.test_adapters import PLANS, case_of, check
+from tests.runtime.test_adapters import PLANS, case_of
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -69,9 +70,8 @@ def test_folders_of_families(pool: ProcessPool, tmp_path: Path, model: str, kind
 def test_a_change_of_plan_reads_what_a_rank_lacks(
     pool: ProcessPool, tmp_path: Path, kind: str
 ) -> None:
-    mirrored, _ = PLANS["mirrored"]
-    plans = (mirrored, PLANS["beside a copy"][0], mirrored)
-    case = case_of("beside a copy", max_steps=5, plans=plans)
+    plans = (PLANS["mirrored"], PLANS["beside a copy"], PLANS["mirrored"])
+    case = case_of("beside a copy", max_steps=5, later=plans)
     check(pool, replace(case, folder=write(tmp_path, kind=kind)))
     check(pool, replace(case, quantized=kind.removesuffix("-double")))
 

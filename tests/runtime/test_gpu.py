@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.fits import Case, assert_same, fit
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, assert_same_training, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -29,30 +29,30 @@ CASE = Case(
 @pytest.mark.parametrize("model", ["gpt", "packed"])
 def test_fp32_on_cuda_trains_as_the_single_device(pool: ProcessPool, model: str) -> None:
     case = replace(CASE, model=model)
-    expected = pool.run(train, 1, case.on_single_device())[0]
-    assert_same_training(pool.run(train, 1, case)[0], expected)
+    expected = pool.run(fit, 1, case.on_single_device())[0]
+    assert_same(pool.run(fit, 1, case)[0], expected)
 
 
 @pytest.mark.parametrize("compiled", [0, 1])
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_bf16_on_cuda_stays_near_fp32(pool: ProcessPool, precision: str, compiled: int) -> None:
-    expected = pool.run(train, 1, CASE.on_single_device())[0]
-    case = replace(CASE, precision=precision, options=(("compile_layers", bool(compiled)),))
-    outcome = pool.run(train, 1, case, timeout_s=280.0)[0]
+    expected = pool.run(fit, 1, CASE.on_single_device())[0]
+    case = replace(CASE, precision=precision, options={"compile_layers": bool(compiled)})
+    outcome = pool.run(fit, 1, case, timeout_s=280.0)[0]
     np.testing.assert_allclose(outcome.losses, expected.losses, rtol=1e-2)
 
 
 def test_bf16_on_cuda_trains_as_the_single_device_in_bf16(pool: ProcessPool) -> None:
-    expected = pool.run(train, 1, replace(CASE.on_single_device(), precision="bf16-true"))[0]
-    outcome = pool.run(train, 1, replace(CASE, precision="bf16-true"))[0]
+    expected = pool.run(fit, 1, replace(CASE.on_single_device(), precision="bf16-true"))[0]
+    outcome = pool.run(fit, 1, replace(CASE, precision="bf16-true"))[0]
     np.testing.assert_allclose(outcome.losses, expected.losses, rtol=1e-2)
 
 
 def test_what_is_computed_again_drops_the_same_on_cuda(pool: ProcessPool) -> None:
     case = replace(CASE, model="masking")
-    expected = pool.run(train, 1, case)[0]
-    options = (("activation_checkpointing", "full"),)
-    outcome = pool.run(train, 1, replace(case, options=options))[0]
+    expected = pool.run(fit, 1, case)[0]
+    options = {"activation_checkpointing": "full"}
+    outcome = pool.run(fit, 1, replace(case, options=options))[0]
     np.testing.assert_allclose(outcome.losses, expected.losses, rtol=1e-6)
     for name, weight in expected.weights.items():
         np.testing.assert_allclose(outcome.weights[name], weight, rtol=1e-5, atol=1e-7)

@@ -3,19 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 
-from tests.plans import pipeline, plan_of, stage
+from tests.fits import assert_same, check, fit
+from tests.plans import Plan, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.huggingface_runs import (
-    CONFIGS,
-    UNPLANNED_CONFIGS,
-    HuggingFaceCase,
-    HuggingFaceOutcome,
-    train,
-)
-from tests.runtime.runs import assert_same_weights
+from tests.runtime.huggingface_runs import CONFIGS, UNPLANNED_CONFIGS, HuggingFaceCase
 
 pytestmark = pytest.mark.dist
 
@@ -25,18 +18,18 @@ MIXED = plan_of(pipeline(stage([2, 0], 0, 4)), pipeline(stage(1, 0, 4)))
 STAGED = plan_of(pipeline(stage([3, 1], 0, 1), stage([0, 2], 1, 3), stage([3, 1], 3, 4)))
 WIDER = plan_of(pipeline(stage(2, 0, 1), stage([1, 0], 1, 4)), pipeline(stage(3, 0, 4)))
 NARROWER = plan_of(pipeline(stage([2, 0], 0, 2), stage(1, 2, 4)))
-SEQUENCE_PARALLEL = (("sequence_parallel", True),)
+SEQUENCE_PARALLEL = {"sequence_parallel": True}
 ALL = [*CONFIGS, *UNPLANNED_CONFIGS]
 slow = pytest.mark.slow
 OFTEN = {("llama", number) for number in range(6)} | {("gpt2", 0), ("gpt2", 2), ("mixtral", 3)}
 """Models and numbers of plans of the fast suite; the others are tried in the whole one."""
-PLANS: list[tuple[Any, list[str], tuple[Any, ...]]] = [
-    (TWO_AND_ONE, ALL, ()),
-    (THREE, ALL, ()),
-    (STAGED, list(CONFIGS), ()),
-    (WIDER, list(CONFIGS), ()),
+PLANS: list[tuple[Plan, list[str], dict[str, Any]]] = [
+    (TWO_AND_ONE, ALL, {}),
+    (THREE, ALL, {}),
+    (STAGED, list(CONFIGS), {}),
+    (WIDER, list(CONFIGS), {}),
     # Both ends are of degree 2 beside 1, which differ in what models tie and share.
-    (MIXED, ["llama", "qwen3", "bert"], ()),
+    (MIXED, ["llama", "qwen3", "bert"], {}),
     # Plans for models whose regions end in what they add: BERT normalises after the addition.
     (NARROWER, [name for name in CONFIGS if name not in ("bert", "gpt2")], SEQUENCE_PARALLEL),
 ]
@@ -44,35 +37,10 @@ INSIDE = (THREE, STAGED)
 """Plans under which the loss is made inside the model, of padded rows."""
 
 
-def assert_same(found: HuggingFaceOutcome, expected: HuggingFaceOutcome, tolerance: float) -> None:
-    np.testing.assert_allclose(found.losses, expected.losses, rtol=tolerance)
-    assert_same_weights(found.after, expected.after, tolerance, least=1e-3)
-
-
-def check(pool: ProcessPool, case: HuggingFaceCase, tolerance: float = 1e-5) -> None:
-    """Compare a few iterations with those of one device."""
-    assert case.plan is not None
-    for outcome in pool.run(train, case.world_size, case):
-        expected = pool.run_alone(train, case.on_single_device())
-        num_steps = case.num_rows // (case.batch_size * len(case.plan["pipelines"]))
-        assert len(set(expected.losses)) == len(expected.losses) == num_steps > 1, "no training"
-        if "gemma" in case.model and case.config:  # It keeps what factors of norms exceed one by.
-            for state in (outcome.after, expected.after):
-                state.update(
-                    {name: v + np.float32(1) for name, v in state.items() if "norm" in name}
-                )
-        assert_same(outcome, expected, tolerance)
-
-
-def ranks_of(plan: dict[str, Any]) -> int:
-    return len({r for part in plan["pipelines"] for item in part["stages"] for r in item["ranks"]})
-
-
 def case_of(model: str, plan: dict[str, Any], num_steps: int = 3, **more: Any) -> HuggingFaceCase:
     """Return a case of some iterations, of four rows of each pipeline."""
     rows = 4 * num_steps * len(plan["pipelines"])
-    given = {"world_size": ranks_of(plan), "num_rows": rows, **more}
-    return HuggingFaceCase(model=model, plan=plan, **given)
+    return HuggingFaceCase(model=model, plan=plan, **{"num_rows": rows, **more})
 
 
 @pytest.mark.parametrize(
@@ -93,12 +61,12 @@ def test_a_plan_trains_a_hugging_face_model_as_one_device_does(
 
 
 def test_bf16_on_unequal_degrees_stays_near_fp32(pool: ProcessPool) -> None:
-    check(pool, case_of("llama", MIXED, precision="bf16-mixed"), tolerance=1e-2)
+    check(pool, case_of("llama", MIXED, precision="bf16-mixed"), rtol=1e-2)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2"])
 def test_models_are_checkpointed_despite_their_caches(pool: ProcessPool, model: str) -> None:
-    check(pool, case_of(model, TWO_AND_ONE, options=(("activation_checkpointing", "full"),)))
+    check(pool, case_of(model, TWO_AND_ONE, options={"activation_checkpointing": "full"}))
 
 
 def test_a_models_own_checkpointing_works_in_stages(pool: ProcessPool) -> None:
@@ -110,10 +78,10 @@ def test_a_models_own_checkpointing_draws_the_same_under_degrees(
     pool: ProcessPool, *, sequence_parallel: bool
 ) -> None:
     plan = plan_of(pipeline(stage([0, 1], 0, 1), stage([2, 3], 1, 4)))
-    options = (("sequence_parallel", sequence_parallel),)
-    case = case_of("llama", plan, config=(("attention_dropout", 0.3),), options=options)
-    again = pool.run(train, 4, replace(case, own_checkpointing=True))
-    for found, plain in zip(again, pool.run(train, 4, case), strict=True):
+    options = {"sequence_parallel": sequence_parallel}
+    case = case_of("llama", plan, config={"attention_dropout": 0.3}, options=options)
+    again = pool.run(fit, 4, replace(case, own_checkpointing=True))
+    for found, plain in zip(again, pool.run(fit, 4, case), strict=True):
         assert_same(found, plain, 1e-6)
 
 
@@ -132,7 +100,7 @@ def with_heads(model: str, num_heads: int, plan: dict[str, Any], **more: Any) ->
         **({"layer_types": ["sliding_attention", "full_attention"]} if "gemma" in model else {}),
     }
     batch = 4 // len(plan["pipelines"])
-    case = case_of(model, plan, config=tuple(changes.items()), **more)
+    case = case_of(model, plan, config=changes, **more)
     return replace(case, batch_size=batch, num_rows=8)
 
 
@@ -178,4 +146,4 @@ COPIED += [
 def test_copies_of_key_heads_are_summed_however_weights_are_owned_and_travel(
     pool: ProcessPool, model: str, plan: Any, num_heads: int, option: tuple[str, Any]
 ) -> None:
-    check(pool, with_heads(model, num_heads, plan, options=(option,)))
+    check(pool, with_heads(model, num_heads, plan, options=dict([option])))

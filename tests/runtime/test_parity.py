@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from tests.fits import Case, assert_same_bits, check, check_refused, fit
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, assert_same_bits, check, refusal, train
 
 pytestmark = pytest.mark.dist
 
@@ -106,7 +106,7 @@ def cases(draw: st.DrawFn, *, model: str = "gpt") -> Case:
         clip_val=draw(st.sampled_from([None, 0.05, 0.4])),
         clip_algorithm=draw(st.sampled_from(["norm", "value"])),
         ownership=draw(st.sampled_from(["auto", "auto", "holders", "even", "parameter", "memory"])),
-        options=(("exchange", draw(st.sampled_from(["messages", "collectives"]))),),
+        options={"exchange": draw(st.sampled_from(["messages", "collectives"]))},
     )
 
 
@@ -122,10 +122,10 @@ def test_any_plan_trains_the_reference_model_on_packed_samples_alike(
     pool: ProcessPool, case: Case
 ) -> None:
     """And recomputation, however much of it, changes no bit."""
-    outcomes = check(pool, case)
+    (outcomes,) = check(pool, case)
     kept = keeping_all(case)
     if kept.plan != case.plan:
-        assert_same_bits(outcomes, pool.run(train, case.world_size, kept))
+        assert_same_bits(outcomes, pool.run(fit, case.size, kept))
 
 
 def keeping_all(case: Case) -> Case:
@@ -151,6 +151,4 @@ def test_muon_trains_whole_matrices_or_is_refused(pool: ProcessPool) -> None:
     plan = plan_of(pipeline(stage(2, 0, 2), stage(0, 2, 3)), pipeline(stage(1, 0, 3)))
     case = Case(plan=plan, world_size=3, optimizer="muon", batch_size=3, num_rows=24)
     check(pool, replace(case, ownership="parameter"))
-    for message in pool.run(refusal, 3, case):
-        assert "Muon needs whole matrices" in message
-        assert 'ownership="parameter"' in message
+    check_refused(pool, case, "Muon needs whole matrices", 'ownership="parameter"')

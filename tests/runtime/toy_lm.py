@@ -1,13 +1,15 @@
 """A toy language model whose tensor-parallel plan has every style."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torchdata.stateful_dataloader import StatefulDataLoader
 
-from tests.runtime.case_modules import Case, Recorded
-from tests.toy import VOCABULARY, TokenRows
+from tests.runtime.case_modules import Recorded
+from tests.toy import VOCABULARY
+
+if TYPE_CHECKING:
+    from tests.fits import Case
 
 WIDTH = 16
 HEAD_DIM = 4
@@ -66,7 +68,7 @@ class ToyLM(nn.Module):
 
 
 class ToyLMModule(Recorded):
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: "Case") -> None:
         super().__init__(case)
         self.model = ToyLM(case.num_layers, tied=case.tied)
 
@@ -79,9 +81,6 @@ class ToyLMModule(Recorded):
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.model(batch[0])
-
-    def train_dataloader(self) -> Any:
-        return StatefulDataLoader(TokenRows(self.case.num_rows), batch_size=self.case.batch_size)
 
 
 class UnknownToken(ToyLMModule):

@@ -44,7 +44,7 @@ class Simulated:
     acts: list[Decision] = field(default_factory=list)
     looks: list[int] = field(default_factory=list)
     step: int = 0
-    look_s: float = 0.01
+    diagnosis_s: float = 0.01
     refusal: str | None = None
     better: tuple[PossibleMitigation, ...] = ()
     """Plans that are better without any fault."""
@@ -66,9 +66,11 @@ class Simulated:
                 is_changing=self.left > 0,
             )
             self.left = max(0, self.left - 1)
-            if order is Order.LOOK:
+            if order is Order.DIAGNOSE:
                 self.looks.append(self.step)
-                self.watch.found(findings, lambda: measures, where="pipeline 1", look_s=self.look_s)
+                self.watch.found(
+                    findings, lambda: measures, where="pipeline 1", diagnosis_s=self.diagnosis_s
+                )
             if order is Order.JUDGE:
                 self.watch.judge(self.better)
             if order is not Order.GO_ON and (act := self.watch.next_decision()) is not None:
@@ -154,7 +156,7 @@ def test_measured_costs_replace_guesses():
 
 
 def test_a_slow_link_is_probed_again_as_its_share_of_the_time_allows():
-    run = Simulated(config(allowed=(Mitigation.IGNORE,)), look_s=1.0)
+    run = Simulated(config(allowed=(Mitigation.IGNORE,)), diagnosis_s=1.0)
     run.run(20, 1.0)
     run.run(40, 2.0, findings=[LINK], measures=())
     gaps = [b - a for a, b in zip(run.looks, run.looks[1:], strict=False)]

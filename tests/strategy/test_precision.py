@@ -1,28 +1,26 @@
 """Each precision computes as in Lightning, bf16 near fp32 under any plan; the rest is refused."""
 
 from copy import deepcopy
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("transformers")
 
-import lightning as L
 import torch
 from lightning.pytorch.plugins.precision import HalfPrecision
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.precision import HeteroPrecision
-from tests.plans import pipeline, plan_of, stage
+from tests.fits import Case, Outcome, fit, train
+from tests.plans import Plan, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.huggingface_runs import CONFIGS, HuggingFaceCase, HuggingFaceOutcome
-from tests.runtime.huggingface_runs import train as train_hugging_face
-from tests.toy import quiet
+from tests.runtime.huggingface_runs import CONFIGS, HuggingFaceCase
+from tests.toy import Compared
 
 TOLERANCE = 1e-2
 # The plain model in bf16 is 1.6e-2 away from itself in fp32.
@@ -31,11 +29,10 @@ PLAN = plan_of(pipeline(stage([0, 1], 0, 4)), pipeline(stage(2, 0, 3), stage(3, 
 TWO_STAGES = plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 4)))
 
 
-def update(outcome: HuggingFaceOutcome) -> np.ndarray:
+def update(outcome: Outcome, before: Outcome) -> np.ndarray:
     """Return what one step of SGD did to all weights: the gradient, but for a factor."""
-    return np.concatenate(
-        [(outcome.after[name] - before).ravel() for name, before in outcome.before.items()]
-    )
+    parts = [(outcome.weights[name] - old).ravel() for name, old in before.weights.items()]
+    return np.concatenate(parts)
 
 
 @pytest.mark.dist
@@ -45,16 +42,18 @@ def test_bf16_propagation_gives_the_gradient_of_fp32(pool: ProcessPool, model: s
     case = HuggingFaceCase(
         model=model,
         plan=PLAN,
-        world_size=4,
         precision="bf16-mixed",
-        config=(("initializer_range", 0.02),),
+        config={"initializer_range": 0.02},
+        max_steps=1,
+        seed=5,
     )
-    expected = pool.run_alone(train_hugging_face, case.on_single_device(), 1)
-    wanted = update(expected)
+    alone = case.on_single_device()
+    expected, before = (pool.run_alone(fit, replace(alone, max_steps=n)) for n in (1, 0))
+    wanted = update(expected, before)
     assert np.linalg.norm(wanted) > 0
-    for outcome in pool.run(train_hugging_face, 4, case, 1):
+    for outcome in pool.run(fit, 4, case):
         np.testing.assert_allclose(outcome.losses, expected.losses, rtol=TOLERANCE)
-        found = update(outcome)
+        found = update(outcome, before)
         tolerance = TOLERANCES.get(model, TOLERANCE)
         assert np.linalg.norm(found - wanted) <= tolerance * np.linalg.norm(wanted)
 
@@ -72,7 +71,7 @@ def test_other_precisions_are_refused_with_the_reason(name: str, reason: str) ->
         HeteroPrecision(name)  # type: ignore[arg-type]
 
 
-class Mixer(L.LightningModule):
+class Mixer(Compared):
     """Layers between a projection of floating-point inputs, a buffer, and a loss of logits."""
 
     def __init__(self) -> None:
@@ -82,7 +81,6 @@ class Mixer(L.LightningModule):
         self.layers = nn.ModuleList([nn.Sequential(*deepcopy(block)) for _ in range(4)])
         self.head = nn.Linear(16, 5)
         self.register_buffer("scale", torch.full((16,), 1.2345678))
-        self.losses: list[float] = []
         self.dtypes: dict[str, torch.dtype] = {}
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
@@ -97,9 +95,10 @@ class Mixer(L.LightningModule):
         self.dtypes = {name: item.dtype for name, item in found.items()}
         return (losses * (1 + 0 * weight)).mean()
 
-    def on_train_batch_end(self, outputs: object, *_: object) -> None:
-        assert isinstance(outputs, dict)
-        self.losses.append(float(outputs["loss"]))
+    def rows(self, num_empty: int) -> TensorDataset:
+        draw = torch.Generator().manual_seed(0)
+        x, weight = torch.randn(96, 8, generator=draw), torch.rand(96, generator=draw)
+        return TensorDataset(x, weight, torch.randint(5, (96,), generator=draw))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -113,33 +112,27 @@ class Gathering(Mixer):
         return super().training_step(batch) + sums.sum()
 
 
-def fit_mixer(
-    rank: int, precision: str, plan: dict[str, Any] | None, kind: type[Mixer] = Mixer
-) -> tuple[list[float], dict[str, torch.dtype]]:
-    """Return the losses and the dtypes seen in the last step; plain Lightning without a plan."""
-    L.seed_everything(0, verbose=False)
-    module = kind()
-    data = TensorDataset(torch.randn(48, 8), torch.rand(48), torch.randint(5, (48,)))
-    strategy: Any = "auto"
-    devices = 1
-    if plan is not None:
-        parsed = ParallelPlan.from_dict(plan)
-        strategy, devices = HeteroStrategy(parsed, num_microbatches=2), len(parsed.ranks)
-    options = quiet(max_steps=6, strategy=strategy, devices=devices)
-    plugin = HalfPrecision("16-true") if precision == "16-true" else None  # As for a GPU.
-    options |= {"precision": precision} if plugin is None else {"plugins": plugin}
-    L.Trainer(**options).fit(module, DataLoader(data, batch_size=8))
+def fit_mixer(rank: int, case: Case) -> tuple[list[float], dict[str, torch.dtype]]:
+    """Return the losses and the dtypes seen in the last step."""
+    module = train(case)
     return module.losses, module.dtypes
+
+
+def case_of(precision: str, plan: Plan | None, kind: type[Mixer] = Mixer) -> Case:
+    how = {"batch_size": 8, "max_steps": 6, "max_epochs": -1, "num_microbatches": 2}
+    # As for a GPU.
+    given = {"plugins": HalfPrecision("16-true")} if precision == "16-true" else {}
+    return Case(model=kind, plan=plan, precision=precision, trainer=given, **how)
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true", "16-true"])
 def test_steps_compute_in_the_dtypes_of_lightning(pool: ProcessPool, precision: str) -> None:
-    losses, dtypes = pool.run_alone(fit_mixer, precision, None)
+    losses, dtypes = pool.run_alone(fit_mixer, case_of(precision, None))
     # Twelve roundings of weights lie between bf16 weights and Lightning's fp32 ones.
     tolerances = {"32-true": 1e-5, "bf16-mixed": 3e-3, "bf16-true": 1e-2, "16-true": 5e-3}
     tolerance = tolerances[precision]
-    outcomes = pool.run(fit_mixer, 2, precision, TWO_STAGES)
+    outcomes = pool.run(fit_mixer, 2, case_of(precision, TWO_STAGES))
     for found, _ in outcomes:
         np.testing.assert_allclose(found, losses, rtol=tolerance)
     # A stage that isn't the last ends the step before.
@@ -150,5 +143,5 @@ def test_steps_compute_in_the_dtypes_of_lightning(pool: ProcessPool, precision: 
 def test_tensors_of_another_dtype_are_explained(precision: str) -> None:
     one = plan_of(pipeline(stage(0, 0, 4)))
     with pytest.raises(RuntimeError) as caught:
-        fit_mixer(0, precision, one, Gathering)
+        train(case_of(precision, one, Gathering))
     assert any("x = x.to(self.head.weight.dtype)" in note for note in caught.value.__notes__)

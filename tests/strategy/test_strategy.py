@@ -1,8 +1,8 @@
 """Features of the Trainer under HeteroStrategy do what they do on a single device."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,92 +11,156 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
 from torch import Tensor
+from torch.optim.swa_utils import get_ema_avg_fn
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.plans import ALONE, UNEQUAL, pipeline, plan_of, stage
+from tests.fits import Case, Outcome, assert_same, assert_same_weights, outcome_of, train
+from tests.plans import ALONE, TRIPLE, TURNED, UNEQUAL
 from tests.processes import ProcessPool
-from tests.strategy.features import (
-    average_weights,
-    fit_single,
-    fit_with_defaults,
-    read_with_plain_lightning,
-    stop_early,
-    train_and_save,
-)
-from tests.toy import ToyModule, ToyOptions, loader, quiet
+from tests.runtime.case_modules import RowsModule
+from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
 
-TOLERANCE = 1e-5
 
-THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
-TWO_STAGES = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
-
-
-def assert_close(found: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_close(found[key], value, f"{where}.{key}")
-        return
-    if isinstance(expected, list) and expected and isinstance(expected[0], dict):
-        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_close(one, other, f"{where}[{index}]")
-        return
-    scale = np.abs(expected).max()
-    np.testing.assert_allclose(found, expected, rtol=0, atol=TOLERANCE * scale, err_msg=where)
-
-
-COMPARED = ["losses", "fitted", "weights", "validated", "tested", "weights_again"]
+def use_every_entry_point(rank: int, case: Case) -> tuple[list[Outcome], list[Any], list[Any]]:
+    """Fit, validate, test and predict with one Trainer, then fit again with another."""
+    module = train(case)
+    outcomes, trainer = [outcome_of(module)], module.trainer
+    first, second = (loader(10, case.batch_size or 0, seed=seed) for seed in (1, 2))
+    told = [*trainer.validate(module, first, verbose=False)]
+    told += trainer.test(module, second, verbose=False)
+    predictions = [
+        item if item is None else item.numpy() for item in trainer.predict(module, second)
+    ]
+    outcomes.append(outcome_of(train(replace(case, max_epochs=1), module=module)))
+    return outcomes, told, predictions
 
 
 def test_every_entry_point_gives_what_a_single_device_gives(pool: ProcessPool) -> None:
     """And predictions of a pipeline are complete on each of its ranks."""
-    expected, results = pool.run(fit_single, 1, 4)[0], pool.run(fit_with_defaults, 4, 2, 4)
-    for result in results:
-        for key in COMPARED:
-            assert_close(result[key], expected[key], key)
-    pipelines = [results[:2], results[2:]]
+    sanity = {"num_sanity_val_steps": 2}
+    how: dict[str, Any] = {"options": {"num_stages": 2}, "max_epochs": 2, "trainer": sanity}
+    case = Case(model="validated", world_size=4, **how)
+    (expected, told, predicted), results = (
+        pool.run(use_every_entry_point, 1, case.on_single_device())[0],
+        pool.run(use_every_entry_point, 4, case),
+    )
+    for outcomes, rank_told, _ in results:
+        for one, other in zip(outcomes, expected, strict=True):
+            assert_same(one, other)
+        for one, other in zip(rank_told, told, strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+    pipelines = [[item for *_, item in ranks] for ranks in (results[:2], results[2:])]
     for ranks in pipelines:
-        for one, other in zip(ranks[0]["predictions"], ranks[1]["predictions"], strict=True):
+        for one, other in zip(*ranks, strict=True):
             assert np.array_equal(one, other)
-    parts = [
-        part
-        for batches in zip(*(ranks[0]["predictions"] for ranks in pipelines), strict=True)
-        for part in batches
-        if part is not None
-    ]
-    assert np.array_equal(np.concatenate(parts), np.concatenate(expected["predictions"]))
+    batches = zip(*(ranks[0] for ranks in pipelines), strict=True)
+    parts = [part for batch in batches for part in batch if part is not None]
+    assert np.array_equal(np.concatenate(parts), np.concatenate(predicted))
+
+
+class WorseningModule(ToyModule):
+    """Its validation gets worse after three epochs."""
+
+    validates = 1
+
+    def __init__(self) -> None:
+        super().__init__(ToyOptions())
+
+    def rows(self, num_empty: int) -> Any:
+        return TokenRows(8)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        loss = self.loss(batch)
+        self.log("val_loss", loss * 0 + abs(self.current_epoch - 2))
+
+
+def stop_early(rank: int, folder: str) -> tuple[Any, ...]:
+    stopping = EarlyStopping("val_loss", patience=2)
+    best = ModelCheckpoint(folder, monitor="val_loss", filename="{epoch}", save_top_k=1)
+    trainer = train(
+        Case(model=WorseningModule, plan=UNEQUAL, max_epochs=20), stopping, best
+    ).trainer
+    epochs, stopped = trainer.current_epoch, stopping.stopped_epoch
+    trainer.test(ckpt_path="best", dataloaders=loader(4, 2, seed=2), verbose=False)
+    tested = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return epochs, stopped, Path(best.best_model_path).name, float(best.best_model_score), tested
 
 
 def test_callbacks_that_watch_a_metric_decide_alike_on_all_ranks(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    results = pool.run(stop_early, 3, UNEQUAL, 3, str(tmp_path))
+    results = pool.run(stop_early, 3, str(tmp_path))
     assert all(result == results[0] for result in results)
-    assert results[0]["best"] == "epoch=2.ckpt"
-    assert results[0]["score"] == 0.0
-    assert results[0]["stopped"] == 4
+    assert results[0][1:4] == (4, "epoch=2.ckpt", 0.0)
     assert (tmp_path / "epoch=2.ckpt").is_file()
 
 
-def assert_continued(result: dict[str, Any], whole: dict[str, Any], save_at: int) -> None:
-    assert_close(result["losses"], whole["losses"][save_at:], "losses")
-    for key in ("weights", "rate", "global_step"):
-        assert_close(result[key], whole[key], key)
-    assert_close(result["metrics"]["val_loss"], whole["metrics"]["val_loss"])
+class SaveAt(L.Callback):
+    """Saves checkpoints when so many steps are done, behind the epoch if they end one."""
+
+    def __init__(self, paths: Mapping[int, Path]) -> None:
+        self.paths = paths
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step in self.paths and not trainer.is_last_batch:
+            trainer.save_checkpoint(self.paths[trainer.global_step])
+
+    def on_train_epoch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        if trainer.global_step in self.paths:
+            trainer.save_checkpoint(self.paths[trainer.global_step])
 
 
-def run(pool: ProcessPool, world_size: int, *arguments: Any, **options: Any) -> list[Any]:
-    return pool.run(functools.partial(train_and_save, **options), world_size, *arguments)
+class Resumable(RowsModule):
+    """Its loader goes on inside an epoch; it knows its learning rate in the end."""
+
+    validates = 1
+
+    def __init__(self, case: Case, **order: Any) -> None:
+        super().__init__(case)
+        self.loader = functools.partial(StatefulDataLoader, **order)  # type: ignore[assignment]
+
+    def on_train_end(self) -> None:
+        self.seen = [group["lr"] for group in self.trainer.optimizers[0].param_groups]
+
+
+def fit(
+    rank: int,
+    case: Case,
+    saves: Mapping[int, Path] | None = None,
+    *,
+    averages: bool = False,
+    **order: Any,
+) -> Outcome:
+    """Train two epochs, and save at some steps if asked."""
+    callbacks: list[L.Callback] = [WeightAveraging(avg_fn=get_ema_avg_fn(0.5))] if averages else []
+    case = replace(case, model=functools.partial(Resumable, case, **order))
+    return outcome_of(train(case, *callbacks, SaveAt(saves or {})))
+
+
+def case_of(plan: Any, optimizer: str = "adamw", **more: Any) -> Case:
+    """Return two epochs of four steps of six rows."""
+    size = 6 // (1 if plan is None else len(plan["pipelines"]))
+    how = {"optimizer": optimizer, "tied": optimizer == "sgd", "batch_size": size, **more}
+    return Case(plan=plan, num_rows=24, max_epochs=2, **how)
+
+
+def assert_continued(found: Outcome, whole: Outcome, save_at: int) -> None:
+    # An epoch's mean begins anew with a run.
+    logged = whole.logged | {"val_loss": found.logged["val_loss"]}
+    losses = whole.losses[:save_at] + found.losses
+    assert_same(replace(found, losses=losses, logged=logged), whole)
 
 
 @dataclass(frozen=True)
 class Saved:
     """A run that has never stopped, and its checkpoints by step."""
 
-    whole: dict[str, Any]
+    whole: Outcome
     paths: dict[int, Path]
 
 
@@ -112,21 +176,15 @@ def saved(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     def train_once(optimizer: str, *, alone: bool = False) -> Saved:
         folder = tmp_path_factory.mktemp("saved")
         paths = {step: folder / f"{step}.ckpt" for step in SAVES}
-        arguments = (1, None, 1, 6) if alone else (3, UNEQUAL, 3, 3)
-        options = toy_of(optimizer)
-        whole = run(pool, *arguments, saves=paths, options=options)[0]
-        assert len(whole["losses"]) == 8
+        case = case_of(None if alone else UNEQUAL, optimizer)
+        whole = pool.run(fit, case.size, case, paths)[0]
+        assert len(whole.losses) == 8
         return Saved(whole, paths)
 
     return train_once
 
 
-def toy_of(optimizer: str) -> ToyOptions:
-    return ToyOptions(optimizer=optimizer, tied=optimizer == "sgd")
-
-
-RESUMED = {"copies": (THREE, 3, 2), "stages": (TWO_STAGES, 2, 6), "one rank": (ALONE, 1, 6)}
-RESUMED["plain"] = (None, 1, 6)
+RESUMED = {"copies": TRIPLE, "stages": TURNED, "one rank": ALONE, "plain": None}
 
 
 @pytest.mark.parametrize(
@@ -141,18 +199,18 @@ def test_a_run_resumes_under_another_plan_as_if_it_had_never_stopped(
     pool: ProcessPool, saved: Any, optimizer: str, save_at: int, under: list[str]
 ) -> None:
     first = saved(optimizer)
-    for plan, world_size, batch_size in (RESUMED[name] for name in under):
-        resume = {"resume": first.paths[save_at], "options": toy_of(optimizer)}
-        for result in run(pool, world_size, plan, world_size, batch_size, **resume):
-            assert_continued(result, first.whole, save_at)
+    for name in under:
+        case = case_of(RESUMED[name], optimizer, ckpt_path=first.paths[save_at])
+        for found in pool.run(fit, case.size, case):
+            assert_continued(found, first.whole, save_at)
 
 
 def test_a_checkpoint_of_a_single_device_resumes_under_a_plan(
     pool: ProcessPool, saved: Any
 ) -> None:
     first = saved("adamw", alone=True)
-    for result in run(pool, 3, UNEQUAL, 3, 3, resume=first.paths[4]):
-        assert_continued(result, first.whole, 4)
+    for found in pool.run(fit, 3, case_of(UNEQUAL, ckpt_path=first.paths[4])):
+        assert_continued(found, first.whole, 4)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -164,11 +222,11 @@ def test_a_shuffled_run_resumes_inside_an_epoch_in_the_same_order(
     paths = {save_at: tmp_path / f"{save_at}.ckpt" for save_at in (2, 6)}
     order: dict[str, Any] = {"shuffle": True, "num_workers": num_workers}
     try:
-        whole = train_and_save(0, ALONE, 1, 6, saves=paths, **order)
+        whole = fit(0, case_of(ALONE), paths, **order)
         for save_at, path in paths.items():
             dist.destroy_process_group()
-            resumed = train_and_save(0, ALONE, 1, 6, resume=path, **order)
-            assert_close(resumed["losses"], whole["losses"][save_at:], "losses")
+            found = fit(0, case_of(ALONE, ckpt_path=path), **order)
+            np.testing.assert_allclose(found.losses, whole.losses[save_at:], rtol=1e-5)
     finally:
         dist.destroy_process_group()
 
@@ -215,22 +273,30 @@ def test_a_module_that_is_built_empty_is_on_the_meta_device() -> None:
     assert not full.weight.is_meta
 
 
+def read_with_plain_lightning(rank: int, path: Path) -> tuple[Any, dict[str, Any]]:
+    """Return the weights; then the keys of a checkpoint and the shapes of moments."""
+    module = ToyModule.load_from_checkpoint(path, options=ToyOptions())
+    content = torch.load(path, weights_only=True)
+    state = content["optimizer_states"][0]["state"]
+    shapes = {index: tuple(item["exp_avg"].shape) for index, item in state.items()}
+    weights = {name: item.numpy().copy() for name, item in module.state_dict().items()}
+    return weights, {"shapes": shapes, "keys": sorted(content)}
+
+
 def test_a_checkpoint_is_what_plain_lightning_writes(pool: ProcessPool, saved: Any) -> None:
     paths = saved("adamw").paths[4], saved("adamw", alone=True).paths[4]
     found, expected = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
-    assert found["keys"] == expected["keys"]
-    assert found["shapes"] == expected["shapes"]
-    assert_close(found["weights"], expected["weights"])
+    assert found[1] == expected[1]
+    assert_same_weights(found[0], expected[0])
 
 
 def test_averaged_weights_are_validated_and_kept(pool: ProcessPool, tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in ("plan.ckpt", "single.ckpt")]
-    expected = pool.run(average_weights, 1, None, 1, 6, paths[1])[0]
-    for result in pool.run(average_weights, 3, UNEQUAL, 3, 3, paths[0]):
-        for key in expected:
-            assert_close(result[key], expected[key], key)
-    found, saved = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
-    assert_close(found["weights"], saved["weights"])
-    for result in pool.run(average_weights, 2, TWO_STAGES, 2, 6, paths[0], paths[0]):
-        assert_close(result["losses"], expected["losses"][3:], "losses")
-        assert_close(result["weights"], expected["weights"], "weights")
+    average = functools.partial(fit, averages=True)
+    paths = [tmp_path / name for name in ("plan.ckpt", "single.ckpt")]
+    expected = pool.run(average, 1, case_of(None), {3: paths[1]})[0]
+    for found in pool.run(average, 3, case_of(UNEQUAL), {3: paths[0]}):
+        assert_same(found, expected)
+    (weights, _), (whole, _) = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
+    assert_same_weights(weights, whole)
+    for found in pool.run(average, 2, case_of(TURNED, ckpt_path=paths[0])):
+        assert_continued(found, expected, 3)

@@ -22,13 +22,12 @@ _log = logging.getLogger(__name__)
 
 
 class Leases:
-    """One rank's leases of the places that it looks after.
+    """One rank's leases of the places that it maintains for all ranks of its node.
 
     Args:
         places: This node's places.
         peers: All ranks.
-        is_first_of_node: Whether this rank takes care of its node's places for all ranks of the
-            node.
+        is_first_of_node: Whether this rank maintains its node's places for all ranks of the node.
     """
 
     def __init__(self, places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
@@ -54,7 +53,7 @@ class Leases:
                     _log.warning("Freed shared memory in %s, which an old run had left.", folder)
             tiers = self._places.tiers()
             for tier in tiers:
-                is_own = tier.is_looked_after_by(
+                is_own = tier.is_maintained_by(
                     self._peers.global_rank, is_first_of_node=self._is_first_of_node
                 )
                 if is_own and tier.kind is not TierKind.MEMORY:
@@ -77,10 +76,10 @@ class Leases:
         for lease in self._leases:
             lease.raise_if_lost()
 
-    def release(self) -> None:
-        """Let other jobs write."""
+    def release(self, *, goes_on: bool = False) -> None:
+        """Let other jobs write; or, if the run goes on, only its next generation."""
         for lease in self._leases:
-            lease.release()
+            lease.release(goes_on=goes_on)
 
 
 def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:

@@ -61,7 +61,7 @@ _CHANGED = "weights or buffers have changed since the end of its last step"
 
 @dataclass(frozen=True, kw_only=True)
 class _Noted:
-    """What is noted at the end of a step."""
+    """What is recorded at the end of a step."""
 
     step: int
     num_changes: int
@@ -90,9 +90,10 @@ class LiveSteps:
         """The last step of an epoch whose end is being processed."""
 
     def begin_evaluation(self, trainer: pl.Trainer) -> None:
-        """Forget the state before a validation, unless it is one in mid-epoch after the last step.
+        """Drop the state before a validation that can't be repeated.
 
-        Forget it, too, if averages replace the weights during the validation.
+        A validation in mid-epoch after the last step can be repeated, unless averages replace the
+        weights during it.
         """
         noted, has_averages = self._noted, any(average_models(trainer))
         if not isinstance(noted, str) and (has_averages or not noted.is_validation_due):

@@ -1,7 +1,8 @@
-"""The places where a node keeps its checkpoints; what was found there, and what was lost.
+"""The places where a node keeps its checkpoints, and the report of what a recovery found in them.
 
-Shared memory has the newest checkpoint for the run's own restart, and is freed at the run's end.
-What runs that have failed for good have left there is freed after a week, by this user's next run.
+Shared memory holds the newest checkpoint, for the run's own restart, and is freed when the run
+ends. If a run fails and never restarts, what it left there is freed by this user's next run, once
+it is a week old.
 """
 
 import contextlib
@@ -203,7 +204,7 @@ def _make_own_folder() -> None:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigurationError(
-            f"{folder} is no folder of this user's (its owner has the id {status.st_uid}), so what "
+            f"{folder} isn't a folder of this user (its owner has the id {status.st_uid}), so what "
             "is in it can't be trusted. Have it deleted, or give LayerwiseCheckpoint "
             "shared_memory=False."
         )

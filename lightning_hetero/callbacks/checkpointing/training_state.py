@@ -236,7 +236,7 @@ def go_on(trainer: pl.Trainer, recovered: Recovered) -> None:
     if recovered.rank_metadata is not None:  # Only if as many ranks saved the checkpoint.
         RandomState.from_dict(recovered.rank_metadata).put_back()
     if has_finished_epoch(trainer):
-        # Without the interruption, the next epoch's iterator would have drawn its number by now.
+        # In an uninterrupted run the next epoch's iterator has drawn its random number by now.
         torch.empty((), dtype=torch.int64).random_()
         _begin_next_epoch(trainer)
     elif recovered.metadata.get(_DUE, False) and _validates_now(trainer):

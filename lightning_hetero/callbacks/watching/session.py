@@ -130,12 +130,12 @@ class StragglerSession:
             )
             since_step = self._watch.since_step
         code, since_step = self._ranks.from_leader([order, since_step])
-        if code in (Order.LOOK, Order.JUDGE):
-            self._look(since_step, at_plan=code == Order.JUDGE)
+        if code in (Order.DIAGNOSE, Order.JUDGE):
+            self._diagnose(since_step, at_plan=code == Order.JUDGE)
         if code != Order.GO_ON:
             self._obey()
 
-    def _look(self, since_step: int, *, at_plan: bool) -> None:
+    def _diagnose(self, since_step: int, *, at_plan: bool) -> None:
         """Find out what is slow, or what the plan costs, and pass it to the leader's `RunWatch`."""
         start_s = time.perf_counter()
         self._history.settle(since_step)
@@ -160,8 +160,10 @@ class StragglerSession:
         if at_plan:
             watch.judge(possible())
         else:
-            look_s = time.perf_counter() - start_s
-            watch.found(findings, possible, where=self._run.where(findings), look_s=look_s)
+            diagnosis_s = time.perf_counter() - start_s
+            watch.found(
+                findings, possible, where=self._run.where(findings), diagnosis_s=diagnosis_s
+            )
 
     def _probe(self, rounds: Sequence[Sequence[Pair]], *, devices: bool) -> Probes:
         """Probe links, and devices if these are suspected; collective."""

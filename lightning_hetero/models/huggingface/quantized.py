@@ -24,7 +24,8 @@ __all__ = ["Quantizer", "WholeReader"]
 
 _TORCHAO = "torchao"
 _RUN_NUMEL = 2**18
-"""Most values that are quantized at once, where rows of whole blocks aren't more."""
+"""Largest number of values that are quantized at a time; more only if rows of whole blocks have
+more."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,16 +23,16 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from lightning_hetero.runtime.exchange.even import EvenWay, ScatteredUnit
+from lightning_hetero.runtime.exchange.even import EvenRoute, ScatteredUnit
 from lightning_hetero.runtime.exchange.messages import has_streams, sum_dtype
 
-__all__ = ["NodeWay", "SummedByNode", "groups_on_nodes", "relays_of"]
+__all__ = ["NodeRoute", "SummedByNode", "groups_on_nodes", "relays_of"]
 
 
 def relays_of(nodes: Sequence[int], node: int) -> list[int]:
-    """Return for each member of a shard group which member on `node` relays to it.
+    """Return, for each member of a shard group, which member on `node` sends it that node's sum.
 
-    A member on `node` relays to itself.
+    A member on `node` is its own relay.
 
     Args:
         nodes: The node of each member.
@@ -43,7 +43,7 @@ def relays_of(nodes: Sequence[int], node: int) -> list[int]:
 
 
 def groups_on_nodes(members: Sequence[int], node_of_rank: Sequence[int]) -> set[tuple[int, ...]]:
-    """Return the groups of members on one node, of several ranks; none if there is one node."""
+    """Return the groups of two or more members on one node; none if all members are on one node."""
     on_nodes: dict[int, list[int]] = defaultdict(list)
     for rank in members:
         on_nodes[node_of_rank[rank]].append(rank)
@@ -51,8 +51,11 @@ def groups_on_nodes(members: Sequence[int], node_of_rank: Sequence[int]) -> set[
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodeWay(EvenWay):
-    """How units of one kind are pushed by node; `pieces` are in order of their relays here."""
+class NodeRoute(EvenRoute):
+    """The route of a kind of unit that is pushed by node.
+
+    `pieces` are ordered by the rank on this node that relays them.
+    """
 
     near: tuple[int, ...]
     """The shard group's ranks on this rank's node, ascending, itself included."""
@@ -70,18 +73,23 @@ class NodeWay(EvenWay):
 class SummedByNode(ScatteredUnit):
     """A unit whose gradients are summed on each node; owners add up these sums."""
 
-    way: NodeWay
+    route: NodeRoute
 
     @override
     def post(self) -> None:
-        way, num_relayed = self.way, sum(self.way.sends)
-        given = self._given = way.pieces.pack_wholes(self._gradients(), self.options.dtype)
+        route, num_relayed = self.route, sum(self.route.sends)
+        given = self._given = route.pieces.pack_wholes(self._gradients(), self.options.dtype)
         self._received = given
-        if way.near_group is not None:
-            sizes = [num_relayed] * len(way.near)
-            self._received = self._empty(sum(sizes), way.pieces.numel)
+        if route.near_group is not None:
+            sizes = [num_relayed] * len(route.near)
+            self._received = self._empty(sum(sizes), route.pieces.numel)
             self._work = dist.all_to_all_single(
-                self._received, given, sizes, way.num_pieces, group=way.near_group, async_op=True
+                self._received,
+                given,
+                sizes,
+                route.num_pieces,
+                group=route.near_group,
+                async_op=True,
             )
         if has_streams(self.store.device):  # Elsewhere the host would wait for the first step.
             self._send_sums()
@@ -94,14 +102,16 @@ class SummedByNode(ScatteredUnit):
 
     def _send_sums(self) -> None:
         """Post the second step, once the first has arrived."""
-        way, received = self.way, self._received
+        route, received = self.route, self._received
         assert received is not None
         if self._work is not None:
             self._work.wait()
-        sums = self._given = _added(received.view(len(way.near), -1, way.pieces.numel), self._dtype)
-        self._received = sums.new_empty(sum(way.receives), way.pieces.numel)
+        sums = self._given = _added(
+            received.view(len(route.near), -1, route.pieces.numel), self._dtype
+        )
+        self._received = sums.new_empty(sum(route.receives), route.pieces.numel)
         self._work = dist.all_to_all_single(
-            self._received, sums, way.receives, way.sends, group=way.group, async_op=True
+            self._received, sums, route.receives, route.sends, group=route.group, async_op=True
         )
 
     @override
@@ -111,7 +121,7 @@ class SummedByNode(ScatteredUnit):
 
     @cached_property
     def _senders(self) -> list[tuple[int, int]]:
-        senders = compress(sorted(self.way.pieces.members), self.way.receives)
+        senders = compress(sorted(self.route.pieces.members), self.route.receives)
         return self._timed([*senders], self._dtype)
 
     @cached_property

@@ -27,7 +27,7 @@ from lightning_hetero.runtime.ranks.communicators import all_gather_single, redu
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["EvenPieces", "EvenWay", "GatheredUnit", "ScatteredUnit"]
+__all__ = ["EvenPieces", "EvenRoute", "GatheredUnit", "ScatteredUnit"]
 
 _MOST_TIMED = 16
 """Largest number of senders of a piece for which waits are recorded by peer: a search for a slow
@@ -39,14 +39,18 @@ pairwise."""
 
 @dataclass(frozen=True)
 class _Rows:
-    """How one parameter's rows are laid out so that each member has equally many."""
+    """The layout of one parameter's rows as pieces of equal size.
+
+    Pieces that have fewer rows are padded.
+    """
 
     width: int
     """Rows of each piece, padding included."""
     padded: Tensor | None
-    """For each row of all padded pieces the row of the parameter; None without padding."""
+    """For each row of the padded pieces, end to end, the parameter's row that it contains; None
+    without padding."""
     real: Tensor | None
-    """For each row of the parameter its row among the padded pieces; None without padding."""
+    """For each row of the parameter, its position among the padded rows; None without padding."""
 
     @classmethod
     def of(cls, pieces: Sequence[Interval], device: torch.device) -> Self:
@@ -148,23 +152,36 @@ class EvenPieces:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvenWay:
-    """The way of one kind of units: in this rank's shard group, then between its stage's ranks."""
+class EvenRoute:
+    """The route of a kind of unit whose shard groups divide it evenly.
+
+    A pull first gathers in this rank's shard group. Weights that every rank of a tensor-parallel
+    stage holds whole, such as a norm's, have then arrived in pieces, one piece in each shard group;
+    so the stage's ranks gather these from each other. Example: stages of ranks (0, 1) and (2, 3)
+    hold the same layers, so the shard groups are (0, 2) and (1, 3). Ranks 0 and 2 gather one half
+    of a norm, ranks 1 and 3 the other, and then 0 and 1 swap halves.
+    """
 
     group: dist.ProcessGroup
     """The communicator of the shard group."""
     pieces: EvenPieces
     held: tuple[Interval, ...]
-    """For each parameter the rows of this rank's weight that the shard group exchanges."""
+    """For each parameter, where the rows that the shard group exchanges are in this rank's shard:
+    [first, last + 1)."""
     parts: EvenPieces | None = None
-    """The layout of parameters that all ranks of the stage hold; None if there are none."""
+    """The layout of the parameters that the stage's ranks then gather from each other; None if
+    there are none."""
     part_indices: tuple[int, ...] = ()
     """The indices of these parameters in the unit."""
     stage_group: dist.ProcessGroup | None = None
-    """The communicator of the stage; nothing else uses it while a layer waits for weights."""
+    """The communicator of the stage's ranks. Nothing else uses it while a layer waits for
+    weights."""
 
     def narrow(self, tensors: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
-        """Return views of the rows that the shard group exchanges, from tensors like weights."""
+        """Return views of the rows that the shard group exchanges.
+
+        The tensors have the shapes of shards.
+        """
         return [
             item
             if spec.shape and item.shape[spec.cut_dim] == stop - start
@@ -175,10 +192,10 @@ class EvenWay:
 
 @dataclass(eq=False)
 class _EvenUnit:
-    """This rank's part in the exchanges of one unit."""
+    """This rank's side of one unit's exchanges."""
 
     unit: Unit
-    way: EvenWay
+    route: EvenRoute
     store: SliceStore
     weights: ComputeWeights
     options: ExchangeOptions
@@ -193,7 +210,7 @@ class _EvenUnit:
     @property
     def group(self) -> dist.ProcessGroup:
         """The communicator on which it travels."""
-        return self.way.group
+        return self.route.group
 
     def _empty(self, *shape: int) -> Tensor:
         return torch.empty(shape, dtype=self.options.dtype, device=self.store.device)
@@ -205,10 +222,10 @@ class _EvenUnit:
     @cached_property
     def _senders(self) -> list[tuple[int, int]]:
         """The peers that may be late, each with its bytes; none if there are too many peers."""
-        return self._timed(self.way.pieces.members, self.options.dtype)
+        return self._timed(self.route.pieces.members, self.options.dtype)
 
     def _timed(self, senders: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
-        num_bytes = self.way.pieces.numel * dtype.itemsize
+        num_bytes = self.route.pieces.numel * dtype.itemsize
         peers = senders if len(senders) <= _MOST_TIMED else ()
         return [(peer, num_bytes) for peer in peers if peer != self.store.global_rank]
 
@@ -240,7 +257,7 @@ class GatheredUnit(_EvenUnit):
     @cached_property
     def _shared(self) -> list[Tensor]:
         """The rows of the compute weights that the shard group gathers."""
-        return self.way.narrow(self._views[1], self.unit.specs)
+        return self.route.narrow(self._views[1], self.unit.specs)
 
     @cached_property
     def _kept(self) -> list[Tensor]:
@@ -251,16 +268,16 @@ class GatheredUnit(_EvenUnit):
     @cached_property
     def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
         """This rank's parts of the parameters that its whole stage holds; then these parameters."""
-        indices, wholes = self.way.part_indices, self._views[1]
+        indices, wholes = self.route.part_indices, self._views[1]
         return [self._shared[index] for index in indices], [wholes[index] for index in indices]
 
     def post(self) -> None:
         """Post the all-gather."""
-        given = self.way.pieces.pack_own(self._views[0], self.options.dtype)
+        given = self.route.pieces.pack_own(self._views[0], self.options.dtype)
         if given.device != self.store.device:
             given = end_to_end([given], given.dtype, self.store.device)
         self._given = given
-        received = self._received = self._empty(len(self.way.pieces.members) * given.numel())
+        received = self._received = self._empty(len(self.route.pieces.members) * given.numel())
         self._work = all_gather_single(received, given, self.group, async_op=True)
 
     def wait(self) -> None:
@@ -271,11 +288,11 @@ class GatheredUnit(_EvenUnit):
         assert self._received is not None
         self._wait_for_others()
         before = [rows.clone() for rows in self._kept]
-        rectangle = self._received.view(len(self.way.pieces.members), -1)
-        self.way.pieces.unpack_wholes(rectangle, self._shared)
+        rectangle = self._received.view(len(self.route.pieces.members), -1)
+        self.route.pieces.unpack_wholes(rectangle, self._shared)
         self._work = self._received = None
-        if self.way.parts is not None:
-            self._gather_parts(self.way.parts)
+        if self.route.parts is not None:
+            self._gather_parts(self.route.parts)
         if before:
             torch._foreach_copy_(self._kept, before)
 
@@ -284,7 +301,7 @@ class GatheredUnit(_EvenUnit):
         parts, wholes = self._parts
         given = pieces.pack_own(parts, self.options.dtype)
         received = self._empty(len(pieces.members), given.numel())
-        all_gather_single(received.view(-1), given, self.way.stage_group)
+        all_gather_single(received.view(-1), given, self.route.stage_group)
         pieces.unpack_wholes(received, wholes)
 
 
@@ -298,13 +315,13 @@ class ScatteredUnit(_EvenUnit):
 
     def _gradients(self) -> list[Tensor]:
         specs = self.unit.specs
-        return self.way.narrow([self.weights.gradient(spec.name) for spec in specs], specs)
+        return self.route.narrow([self.weights.gradient(spec.name) for spec in specs], specs)
 
     def post(self) -> None:
         """Post the gradients, which must be final."""
-        given = self._given = self.way.pieces.pack_wholes(self._gradients(), self.options.dtype)
+        given = self._given = self.route.pieces.pack_wholes(self._gradients(), self.options.dtype)
         if self.options.kind is ExchangeKind.REDUCE_SCATTER:
-            received = self._received = self._empty(self.way.pieces.numel)
+            received = self._received = self._empty(self.route.pieces.numel)
             self._work = reduce_scatter_single(received, given.view(-1), self.group, async_op=True)
         else:
             received = self._received = self._empty(*given.shape)
@@ -318,19 +335,19 @@ class ScatteredUnit(_EvenUnit):
         """Return the gradients of what this rank owns, summed in order of pipeline, then rank."""
         masters = {spec.name: self.store.masters[spec.name] for spec in self.unit.specs}
         row = self._sum_up(sum_dtype(masters.values()))
-        pairs = zip(masters.items(), self.way.pieces.unpack_own(row), strict=True)
+        pairs = zip(masters.items(), self.route.pieces.unpack_own(row), strict=True)
         return {name: own.reshape(item.shape) for (name, item), own in pairs if item.numel()}
 
     def _sum_up(self, dtype: torch.dtype) -> Tensor:
         """Return the sum of this rank's row of the rectangle."""
-        received, own_index = self._received, self.way.pieces.own_index
+        received, own_index = self._received, self.route.pieces.own_index
         assert received is not None
         if self.options.kind is ExchangeKind.REDUCE_SCATTER:  # The backend has summed it.
             return received.to(dtype)
         own = received[own_index]  # Rounded like what the other keeper of the rows gets.
         if not self.unit.kind.has_standbys:
-            rows = self.way.pieces.own_rows_of(self._gradients(), self.unit.specs)
-            own = self.way.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
+            rows = self.route.pieces.own_rows_of(self._gradients(), self.unit.specs)
+            own = self.route.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
         if len(received) > _ADDED_IN_TURN:
             rectangle = received.to(dtype)
             rectangle[own_index] = own
@@ -345,7 +362,7 @@ class ScatteredUnit(_EvenUnit):
     def _order(self) -> list[int]:
         """Positions of the members in order of pipeline, then rank."""
         holdings = self.weights.table.holdings(self.unit.specs[0].name)
-        positions = {rank: index for index, rank in enumerate(self.way.pieces.members)}
+        positions = {rank: index for index, rank in enumerate(self.route.pieces.members)}
         order = sorted(holdings, key=lambda item: (item.pipeline_index, item.global_rank))
         return [positions[i.global_rank] for i in order if i.global_rank in positions]
 

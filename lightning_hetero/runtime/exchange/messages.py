@@ -103,7 +103,7 @@ def sum_dtype(masters: Iterable[Tensor]) -> torch.dtype:
 def split_works(
     operations: Sequence[dist.P2POp], works: list[dist.Work]
 ) -> tuple[list[dist.Work], list[dist.Work]]:
-    """Return (works of receives, works of sends); each has all works if the backend merges them."""
+    """Return (works of receives, works of sends); each is all works if the backend merges them."""
     if len(works) != len(operations):
         return works, works
     pairs = list(zip(operations, works, strict=True))

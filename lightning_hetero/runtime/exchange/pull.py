@@ -19,7 +19,7 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.transfers import Unit
 from lightning_hetero.runtime.clock import traced
 from lightning_hetero.runtime.exchange.routes import PulledUnit, Routes
-from lightning_hetero.runtime.slices.digests import digests_of, is_looked_at
+from lightning_hetero.runtime.slices.digests import digests_of, has_costly_checks
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 
@@ -64,8 +64,10 @@ class Pull:
     """Brings the weights of a rank's stages up to date.
 
     In each iteration every rank calls `start`, then `wait_unit` before a unit's weights are used,
-    then `finish`. A pull moves only units that were marked stale (changed by an optimizer step or a
-    loaded checkpoint) since the last pull; at first all units are stale.
+    then `finish`. A unit is first *stale*; `start` posts its messages and it is *arriving*; after
+    `wait_unit` its weights are there; after `finish` its sends have left, too. A pull moves only
+    units that were marked stale since the last pull, because an optimizer step or a loaded
+    checkpoint has changed them. At first all units are stale.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class Pull:
         """The units that the next pull moves, by each of their indices (see `Unit.indices`); None
         if no unit is stale."""
         self._posted: dict[PulledUnit, torch.cuda.Event | None] = {}
-        """Units that were posted and not yet waited for; on CUDA with an event at the end of their
-        packing and local copies."""
+        """Units whose messages were posted and whose weights nobody has waited for. On CUDA each
+        has an event that marks the end of its packing and local copies."""
         self._moved: list[PulledUnit] = []
-        """Units whose sends may not have left yet."""
+        """Units whose messages were posted in this iteration: `finish` waits until their sends have
+        left."""
         self._seen: list[tuple[int, int]] = []
-        """What `_marks` returned when the last pull ended."""
+        """Version and address of each slice when the last pull ended (`_marks`). If they differ at
+        the next pull and the slice isn't stale, somebody has changed it."""
         self._versions = _versions_of(weights.shards)
         """Version counter of each compute weight when it was made: a step must not change it."""
         self._is_marked = False
@@ -126,11 +130,11 @@ class Pull:
             ModelError: A slice has changed, but not been marked stale.
         """
         self._check_unchanged()
-        self._weights.take_in()
+        self._weights.gather_replaced()
         self._num_started += 1
         if self._stale is not None:
             self._post(self._stale)
-        if is_looked_at(self._num_started):
+        if has_costly_checks(self._num_started):
             needed = self._stale or ()
         self.wait_units(needed)
         self._is_marked = bool(self._posted)
@@ -138,7 +142,7 @@ class Pull:
         under_way = {unit: index for index, unit in (self._stale or {}).items()}
         for unit in self._posted:
             _mark(unit.arriving_weights.values(), partial(self.wait_unit, under_way[unit]))
-        if is_looked_at(self._num_started):
+        if has_costly_checks(self._num_started):
             self._arrived_bits = digests_of(self._weights.plain)
 
     def _post(self, stale: Mapping[int, PulledUnit]) -> None:
@@ -153,7 +157,10 @@ class Pull:
                 self._posted[unit] = stream.mark()
 
     def _check_unchanged(self) -> None:
-        """Refuse slices that were changed but not marked stale: holders would miss the change."""
+        """Refuse slices that were changed but not marked stale.
+
+        Their holders would compute with the old values.
+        """
         frozen_bits, self._frozen_bits = self._frozen_bits, None
         if self._stale is self._all:
             return
@@ -218,11 +225,14 @@ class Pull:
             pulled.finish()
         self._moved.clear()
         self._stale = None
-        self._weights.give_back()
+        self._weights.return_replaced()
         self._seen = self._marks()
 
     def _marks(self) -> list[tuple[int, int]]:
-        """Return version and address of each slice; `master.data.mul_(...)` changes neither."""
+        """Return version and address of each slice.
+
+        `master.data.mul_(...)` changes neither: digests find that.
+        """
         masters = self._store.masters.values()
         pairs = zip(map(_version_of, masters), map(Tensor.data_ptr, masters), strict=True)
         return list(pairs)

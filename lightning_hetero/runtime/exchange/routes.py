@@ -1,8 +1,10 @@
 """Choose how each unit travels to and from this rank: by messages, or collectives of its members.
 
-A unit with shard groups (see `exchange.transfers`) uses one collective in each group; under BY_NODE
-the group's ranks on each node first sum their gradients in a collective of their own. All other
-units travel in parcels, one for each peer, by messages or in one all-to-all.
+There are three *routes*. Two are for a unit that its shard groups divide evenly (see
+`exchange.transfers.ShardGroup`): an `EvenRoute` is one collective in each group; a `NodeRoute`,
+under BY_NODE, is the same after a collective in which the group's ranks on each node sum their
+gradients. Every other unit travels in *parcels*, one for each peer, by messages or in one
+all-to-all.
 
 A collective needs a communicator of exactly the ranks of a shard group, or of a unit's members if
 it has no shard groups. `Communicators` makes these in set-up, at most `MAX_EXCHANGE_GROUPS` per
@@ -23,19 +25,20 @@ from lightning_hetero.exchange.transfers import (
     UnitKind,
 )
 from lightning_hetero.runtime.exchange.by_node import (
-    NodeWay,
+    NodeRoute,
     SummedByNode,
     groups_on_nodes,
     relays_of,
 )
 from lightning_hetero.runtime.exchange.even import (
     EvenPieces,
-    EvenWay,
+    EvenRoute,
     GatheredUnit,
     ScatteredUnit,
 )
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
-from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels, PushedParcels
+from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels
+from lightning_hetero.runtime.exchange.pushed_parcels import PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, local_rows
 
 __all__ = [
@@ -46,13 +49,15 @@ __all__ = [
 
 
 PulledUnit = GatheredUnit | PulledParcels
-"""This rank's part in the pulls of one unit; in each `post`, `wait`, `finish`."""
+"""This rank's side of one unit's pull. In every pull `post`, `wait` and `finish` are called in this
+order."""
 PushedUnit = ScatteredUnit | PushedParcels
-"""This rank's part in the pushes of one unit; in each `post`, `wait`, `sum`, `finish`."""
+"""This rank's side of one unit's push. In every push `post`, `wait`, `sum` and `finish` are called
+in this order."""
 
 
 class Routes:
-    """Makes this rank's parts in pulls and pushes; decides once for each kind of units.
+    """Makes this rank's side of pulls and pushes; chooses the route once for each kind of unit.
 
     Args:
         table: The plan's transfer table.
@@ -76,40 +81,40 @@ class Routes:
         self._store = store
         self._stage_ranks = sorted(stage_ranks)
         self._stage_group = stage_group
-        self._even: dict[tuple[UnitKind, bool], EvenWay | None] = {}
+        self._even: dict[tuple[UnitKind, bool], EvenRoute | None] = {}
         self._parcels: dict[tuple[UnitKind, bool], Parcels] = {}
 
     def pulled(self, unit: Unit, weights: ComputeWeights) -> PulledUnit | None:
-        """Return this rank's part in the pulls of a unit; None if no rows of it move here."""
+        """Return this rank's side of a unit's pull; None if it neither sends nor gets rows."""
         if self._store.global_rank not in unit.kind.members:
             return None
         common = self._store, weights, self.options
-        if (way := self._find_even(unit, push=False)) is not None:
-            return GatheredUnit(unit, way, *common)
+        if (route := self._find_even(unit, push=False)) is not None:
+            return GatheredUnit(unit, route, *common)
         group = self.options.group_of(unit.kind.members)
         pulled = PulledParcels(unit, self._find_parcels(unit, push=False), *common, group)
         return pulled if pulled.travels or pulled.arriving_weights else None
 
     def pushed(self, unit: Unit, weights: ComputeWeights) -> PushedUnit | None:
-        """Return this rank's part in the pushes of a unit; None if it holds and owns nothing."""
+        """Return this rank's side of a unit's push; None if this rank holds and owns none of it."""
         if self._store.global_rank not in unit.kind.members:
             return None
         common = self._store, weights, self.options
-        if (way := self._find_even(unit, push=True)) is not None:
-            if isinstance(way, NodeWay):
-                return SummedByNode(unit, way, *common)
-            return ScatteredUnit(unit, way, *common)
+        if (route := self._find_even(unit, push=True)) is not None:
+            if isinstance(route, NodeRoute):
+                return SummedByNode(unit, route, *common)
+            return ScatteredUnit(unit, route, *common)
         group = self.options.group_of(unit.kind.members)
         return PushedParcels(unit, self._find_parcels(unit, push=True), *common, group)
 
-    def _find_even(self, unit: Unit, *, push: bool) -> EvenWay | None:
+    def _find_even(self, unit: Unit, *, push: bool) -> EvenRoute | None:
         key = unit.kind, push
         if key not in self._even:
-            self._even[key] = self._even_way(unit, push=push)
+            self._even[key] = self._even_route(unit, push=push)
         return self._even[key]
 
-    def _even_way(self, unit: Unit, *, push: bool) -> EvenWay | None:
-        """Return the `even` way of a kind of units, or None; the same on all ranks."""
+    def _even_route(self, unit: Unit, *, push: bool) -> EvenRoute | None:
+        """Return a kind's route by collectives of shard groups; None if it needs parcels."""
         found = unit.kind.shard_groups(push=push)
         if found is None or any(self.options.group_of(i.members) is None for i in found):
             return None
@@ -126,10 +131,10 @@ class Routes:
         group = self.options.group_of(shard_group.members)
         assert group is not None
         if push and self.options.kind is ExchangeKind.BY_NODE:
-            by_node = self._node_way(unit, shard_group, group, tuple(held))
+            by_node = self._node_route(unit, shard_group, group, tuple(held))
             if by_node is not None:
                 return by_node
-        return EvenWay(
+        return EvenRoute(
             group=group,
             pieces=EvenPieces(unit.specs, shard_group.members, shard_group.pieces, self._store),
             held=tuple(held),
@@ -138,14 +143,14 @@ class Routes:
             stage_group=self._stage_group,
         )
 
-    def _node_way(
+    def _node_route(
         self,
         unit: Unit,
         shard_group: ShardGroup,
         group: dist.ProcessGroup,
         held: tuple[Interval, ...],
-    ) -> NodeWay | None:
-        """Return the way by node of a shard group, or None; the same on all ranks."""
+    ) -> NodeRoute | None:
+        """Return a shard group's route by node; None if nodes have nothing to sum."""
         members, node_of_rank = shard_group.members, self.options.node_of_rank
         groups = groups_on_nodes(members, node_of_rank)
         if not groups or any(self.options.group_of(ranks) is None for ranks in groups):
@@ -157,7 +162,7 @@ class Routes:
         relays = relays_on[nodes[own]]
         order = sorted(range(len(members)), key=lambda place: (relays[place], place))
         rows = [[pieces[place] for place in order] for pieces in shard_group.pieces]
-        return NodeWay(
+        return NodeRoute(
             group=group,
             pieces=EvenPieces(unit.specs, [members[i] for i in order], rows, self._store),
             held=held,

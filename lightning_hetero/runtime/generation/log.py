@@ -3,17 +3,19 @@
 The log is in the run's store, one list of entries for each generation that forms. An entry is a
 kind, a member's number and a value:
 
-- `here` `[node, calls]`: the member is ready for the next generation; if it is the first one, it
-  decides whether joiners are called for it,
+- `here` `[node, calls]`: the member is ready for the next generation. `calls` says whether it calls
+  the waiting joiners for it; only the first `here` of a generation counts for that,
 - `gone` `reason`: it is gone for good,
-- `asking` `facts`: it is a joiner, and this is what it runs,
-- `admitted`, `refused` `why`: the answer to a joiner,
+- `asking`: it is a joiner,
+- `admitted`: a member has seen it alive,
 - `formed`: the members that are here and not gone are the next generation, which ends the list,
 - `ended`: the run has trained to its end.
 
 The store appends in one order for all, and a state is a pure function of the entries. So all
 processes agree without a leader: the first entry of a kind counts for each member, and entries
-behind the first `formed` don't count.
+after the first `formed` don't count.
+
+The lists stay. A process that comes later begins with a *summary* of those that ended before.
 """
 
 import json
@@ -27,6 +29,10 @@ from torch.distributed.distributed_c10d import Store
 from lightning_hetero.runtime.ranks.heartbeat import NEWS
 
 __all__ = ["Generation", "Log", "Member", "State"]
+
+_LASTING = ("gone", "asking", "admitted", "ended")
+"""Kinds of entries that count for all later generations, too."""
+_SUMMARY = "log/summary"
 
 
 class Member(NamedTuple):
@@ -89,7 +95,6 @@ class State:
     asking: Mapping[int, Any] = field(default_factory=dict)
     """Without those that were in a generation since."""
     admitted: Mapping[int, str] = field(default_factory=dict)
-    refused: Mapping[int, str] = field(default_factory=dict)
     ended: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -100,13 +105,16 @@ class State:
     @property
     def waiting(self) -> tuple[int, ...]:
         """The admitted joiners that wait to be called."""
-        out = self.gone.keys() | self.refused.keys()
-        return tuple(sorted((self.admitted.keys() & self.asking.keys()) - out))
+        return tuple(sorted((self.admitted.keys() & self.asking.keys()) - self.gone.keys()))
 
     @property
     def is_anybody_left(self) -> bool:
         """Whether any member of the newest generation isn't gone."""
         return self.generation is not None and not self.gone.keys() >= {*self.generation.numbers}
+
+    def took_in(self, number: int) -> bool:
+        """Whether a process has been in a generation."""
+        return number < len(self.first) or number in self.admitted.keys() - self.asking.keys()
 
     def loses_store(self, leaving: Collection[int]) -> bool:
         """Whether the store is lost if some ranks leave: with member 0, or its node's last one."""
@@ -118,10 +126,7 @@ class State:
 
     def after(self, entries: Iterable[Any]) -> "State":
         """Return the state after the list of entries that follows, up to its first `formed`."""
-        notes: dict[str, Any] = {
-            kind: dict(getattr(self, kind))
-            for kind in ("here", "gone", "asking", "admitted", "refused", "ended")
-        }
+        notes: dict[str, Any] = {kind: dict(getattr(self, kind)) for kind in ("here", *_LASTING)}
         called = self.called
         for kind, number, value in entries:
             if kind == "formed":
@@ -152,31 +157,52 @@ class Log:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._base = State()
-        """The state at the beginning of the newest list."""
+        store.append("log/0", "")  # type: ignore[attr-defined]  # Reads wait for what isn't there.
+        self._seen: tuple[int, State, State] | None = None
+        """The number of news when the log was last read, the state at the beginning of the newest
+        list, and the newest state."""
 
     def read(self) -> State:
-        """Return the newest state; two calls of the store unless generations have formed."""
-        base = self._base
-        while (state := base.after(self._entries(base.coming))).coming != base.coming:
-            base = state
-        self._base = base
-        return state
+        """Return the newest state; one call of the store unless there are news."""
+        num_news, seen = int(self._store.add(NEWS, 0)), self._seen
+        if seen is None or num_news != seen[0]:
+            base = self._summary() if seen is None else seen[1]
+            while (state := base.after(self._entries(base.coming))).coming != base.coming:
+                base = state
+            self._seen = seen = num_news, base, state
+        return seen[2]
 
     def _entries(self, number: int) -> list[Any]:
-        key = f"log/{number}"
-        text = self._store.get(key).decode() if self._store.check([key]) else ""
-        return [json.loads(line) for line in text.splitlines()]
+        return [json.loads(line) for line in self._store.get(f"log/{number}").splitlines()]
+
+    def _summary(self) -> State:
+        if not self._store.check([_SUMMARY]):
+            return State()
+        number, *told, entries = json.loads(self._store.get(_SUMMARY))
+        members, first = (tuple(Member(*item) for item in each) for each in told)
+        formed = Generation(number=number, members=members)
+        return State(generation=formed, first=first).after(entries)
+
+    def summarize(self) -> None:
+        """Store the state at the beginning of the newest list, for processes that come later."""
+        assert self._seen is not None
+        _, base, _ = self._seen
+        assert base.generation is not None
+        entries = [[kind, *item] for kind in _LASTING for item in getattr(base, kind).items()]
+        told = base.generation.number, base.generation.members, base.first, entries
+        self._store.set(_SUMMARY, json.dumps(told))
 
     def append(self, coming: int, kind: str, member: int, value: object = "") -> None:
         """Append an entry that matters only for the generation `coming`."""
-        line = json.dumps([kind, member, value])
-        self._store.append(f"log/{coming}", line + "\n")  # type: ignore[attr-defined]
+        append = self._store.append  # type: ignore[attr-defined]
+        if kind == "formed":
+            append(f"log/{coming + 1}", "")
+        append(f"log/{coming}", json.dumps([kind, member, value]) + "\n")
+        self._store.add(NEWS, 1)  # Afterwards, so that who has read this number has the entry.
 
     def note(self, kind: str, member: int, value: object = "") -> State:
         """Append an entry, unless there is one of its kind for its member; return the state."""
         while member not in getattr(state := self.read(), kind):
             # If a generation forms at this moment, the entry doesn't count, and is repeated.
             self.append(state.coming, kind, member, value)
-            self._store.add(NEWS, 1)
         return state

@@ -13,14 +13,13 @@ ends, and the remaining members agree on the next one by entries in a log (`log`
    others, because each generation has its own process groups and its own names in the store.
 
 A process that wants to join, a *joiner*, first does alone what it can: it imports everything and
-builds its module. It draws a member's number, sends heartbeats under it, and *asks*: it records
-what it runs. Between two steps rank 0 looks for joiners. It *refuses* one that runs something else,
-and says why; it *admits* one that has sent heartbeats between two looks, so is alive. An
-iteration's agreement tells all ranks that joiners wait, and all stop after the same step. The first
-member that is here *calls* the admitted joiners, which then record that they are here, as members
-do. A generation that forms because a rank was lost calls no joiners; the next one does. A joiner
-that dies before it is called delays nobody; later, the others wait for it as long as for a lost
-rank's heartbeat.
+builds its module. It draws a member's number, sends heartbeats under it, compares what it runs with
+what the run has stored, and *asks*. Between two steps rank 0 looks for joiners, and *admits* one
+that has sent heartbeats between two looks, so is alive. An iteration's agreement tells all ranks
+that joiners wait, and all stop after the same step. The first member that is here *calls* the
+admitted joiners, which then record that they are here, as members do. A generation that forms
+because a rank was lost calls no joiners; the next one does. A joiner that dies before it is called
+delays nobody; later, the others wait for it as long as for a lost rank's heartbeat.
 
 Example: of members 0, 1 and 2, the process of 1 is killed. Its keeper records that 1 is gone; 0 and
 2 record that they are here, and that {0, 2} has formed, in which member 2 has rank 1.
@@ -33,7 +32,7 @@ they end. The store is served by torchrun's agent, if the agent shares its store
 and the run is restarted.
 """
 
-import logging
+import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,8 +48,6 @@ from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 
 __all__ = ["LAYER_CALL", "MOST_SILENT_S", "Membership", "begin_numbers", "draw_number"]
 
-_logger = logging.getLogger(__name__)
-
 LAYER_CALL = "layer call"
 """Key of the description of a layer's call, which joiners make before they join."""
 MOST_SILENT_S = 30.0
@@ -59,10 +56,12 @@ after which a joiner gives up."""
 _NUMBERS = "numbers"
 _LOOK_S = 0.01
 """Seconds between two reads of the log."""
+_FACTS = "facts"
+"""Key of what the run's members run."""
 _FEW = 4
 """While members wait, each of the first 4 checks once in a heartbeat's interval whether others are
-silent; a later one, at place `p`, once in `p` / 4 intervals, so that checks of 1,024 members don't
-use up the store."""
+silent; a later one, at place `p`, once in `p` / 4 intervals whether the first 4 are, and those that
+don't come, so that checks of 1,024 members don't use up the store."""
 
 
 def begin_numbers(store: Store, num_first: int) -> None:
@@ -111,9 +110,7 @@ class Membership:
         self._store, self._log = store, Log(store)
         self._heartbeat, self._silence_s = heartbeat, silence_s
         self._node, self._facts = node, dict(facts)
-        self._num_news = -1
-        self._beats: dict[int, int] = {}
-        """For each joiner that asks, its number of heartbeats when it was first seen."""
+        self._num_news, self._is_asked = -1, False
         self.number = heartbeat.number
         """This member's number."""
         self.patience_s = patience_s
@@ -156,6 +153,8 @@ class Membership:
         Raises:
             PeerError: Not all have come, or the store is gone.
         """
+        if self.number == 0:
+            self._store.set(_FACTS, json.dumps(self._facts))
         formed = self._form(0, range(num_members))
         if formed.world_size < num_members:
             # With fewer processes the run would train something else than was asked for.
@@ -194,13 +193,14 @@ class Membership:
             timeout_s: How long to wait for the call.
 
         Raises:
-            ConfigurationError: It is refused: it runs something else than the members.
+            ConfigurationError: It runs something else than the members.
             PeerError: The run has ended; or no generation has called this process, or the one that
                 has called it hasn't formed, in time; or the others go on without it.
         """
         deadline = Deadline(timeout_s)
         try:
-            state = self._log.note("asking", self.number, self._facts)
+            self._check_facts(json.loads(self._store.get(_FACTS)))
+            state = self._log.note("asking", self.number)
             while self.number not in state.called:
                 self._raise_if_turned_away(state)
                 if deadline.is_over:
@@ -224,9 +224,20 @@ class Membership:
             )
         return self._enter(number)
 
+    def _check_facts(self, theirs: Mapping[str, str]) -> None:
+        ours = self._facts
+        names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
+        if names:
+            differences = ", ".join(
+                f"it has {name} {ours.get(name, 'none')}, the run {theirs.get(name, 'none')}"
+                for name in names
+            )
+            raise ConfigurationError(
+                f"This process (member {self.number}) may not join: {differences}. Give it the "
+                "same code, packages, plan file and options as the run has."
+            )
+
     def _raise_if_turned_away(self, state: State) -> None:
-        if self.number in state.refused:
-            raise ConfigurationError(state.refused[self.number])
         if state.ended:
             raise PeerError("The run has trained to its end: there is nothing left to join.")
         if self.number in state.gone:
@@ -264,12 +275,13 @@ class Membership:
             if time.monotonic() - checked_s >= pause_s:
                 checked_s = time.monotonic()
                 # A member that is here may freeze while it waits for the others.
-                known = [n for n in here if n != self.number and n not in state.called]
-                self._judge(number, [*known, *missing], missing if deadline.is_over else ())
+                known = here if place < _FEW else here[:_FEW]
+                seen = [n for n in known if n != self.number and n not in state.called]
+                self._judge(number, [*seen, *missing], missing if deadline.is_over else ())
             time.sleep(min(max(_LOOK_S, 1e-3 * place), 0.5))
 
     def _judge(self, coming: int, members: Sequence[int], late: Sequence[int]) -> None:
-        """Record which members are gone: silent ones, and those that had enough time to come."""
+        """Record which members are gone: silent ones, and late ones whose time is over."""
         # Members of the first generation may not have begun to send heartbeats.
         silences_s = self._heartbeat.silences_s(members) if coming else [0.0] * len(members)
         for member, silence_s in zip(members, silences_s, strict=True):
@@ -288,6 +300,8 @@ class Membership:
                 f"The others go on without this process (member {self.number}, generation "
                 f"{number}): {why} It was frozen, or cut off from them; it ends now."
             )
+        if formed.rank_of(self.number) == 0:
+            self._log.summarize()
         self.generation = formed
         return formed
 
@@ -314,35 +328,23 @@ class Membership:
     # -- who comes, and who is gone ---------------------------------------------------------------
 
     def look_for_joiners(self) -> bool:
-        """Admit or refuse joiners; return whether some wait. Rank 0 calls it after every step.
+        """Admit joiners; return whether some wait. Rank 0 calls it after every step.
 
         Makes no call of the store while there are no news and nobody asks.
         """
         news = self._heartbeat.num_news
-        if news == self._num_news and not self._beats:
+        if news == self._num_news and not self._is_asked:
             return False
         self._num_news = news
         state = self._log.read()
-        asking = state.asking.keys() - state.gone.keys() - state.refused.keys()
-        self._beats = {n: beats for n, beats in self._beats.items() if n in asking}
-        for number in asking:
-            self._answer(number, state)
+        asking = [*(state.asking.keys() - state.gone.keys())]
+        self._is_asked = bool(asking)
+        for number, silence_s in zip(asking, self._heartbeat.silences_s(asking), strict=True):
+            if silence_s > MOST_SILENT_S:
+                self.tell_gone(number, f"It gave no sign of life for {MOST_SILENT_S:.0f} s.")
+            elif silence_s == 0.0:  # It has beaten since the last look.
+                self._log.note("admitted", number)
         return bool(self._log.read().waiting) if asking else False
-
-    def _answer(self, number: int, state: State) -> None:
-        """Admit or refuse a joiner, or give it up."""
-        beats = self._heartbeat.beats_of(number)
-        if self._heartbeat.silences_s([number])[0] > MOST_SILENT_S:
-            self.tell_gone(number, f"It gave no sign of life for {MOST_SILENT_S:.0f} s.")
-        elif differences := _differences(self._facts, state.asking[number]):
-            text = (
-                f"This process (member {number}) may not join: {differences}. Give it the same "
-                "code, packages, plan file and options as the run has."
-            )
-            self._log.note("refused", number, text)
-            _logger.warning("Refused a joiner. %s", text)
-        elif beats > self._beats.setdefault(number, beats):
-            self._log.note("admitted", number)
 
     def tell_layer_call(self, description: str) -> None:
         """Tell joiners how a layer is called; see `stage.rehearsal`."""
@@ -367,14 +369,6 @@ class Membership:
             if number in gone:
                 return rank, f"Rank {rank} is gone: {gone[number]}"
         return None
-
-
-def _differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:
-    names = [name for name in {**ours, **theirs} if ours.get(name) != theirs.get(name)]
-    return ", ".join(
-        f"it has {name} {theirs.get(name, 'none')}, the run {ours.get(name, 'none')}"
-        for name in names
-    )
 
 
 @contextmanager

@@ -90,7 +90,8 @@ class Header:
     sees_joiners: bool
     """Whether this rank knows of processes that wait to join."""
     returns: bool
-    """Whether this rank's steps returned or appended anything that other ranks must get."""
+    """Whether this rank's steps returned outputs, or appended items to lists, that other ranks must
+    get."""
 
     @property
     def bits(self) -> int:
@@ -177,7 +178,7 @@ class Agreement:
         if pipelines.tobytes() != self._pipelines:
             self._pipelines, self._first_ranks = pipelines.tobytes(), _first_ranks(pipelines)
         _check_fingerprints(pipelines, fingerprints, self._first_ranks)
-        reports = self._hear(digests.tobytes())
+        reports = self._reports_of(digests.tobytes())
         if reports.entries != self._entries:
             self._entries = reports.entries
             sums = self._gather(self._sums_of(reports.entries))
@@ -193,8 +194,11 @@ class Agreement:
             sums=sums,
         )
 
-    def _hear(self, digests: bytes) -> Reports:
-        """Return the ranks' reports, which are gathered only if their digests are new."""
+    def _reports_of(self, digests: bytes) -> Reports:
+        """Return the reports of all ranks.
+
+        They are gathered only if their digests, which the rows contain, are new.
+        """
         if digests not in self._known:
             if len(self._known) == _MAX_KNOWN:
                 self._known.clear()

@@ -42,7 +42,8 @@ class BufferChange:
     is_versioned: bool
     """Whether changes increment its version; `buffer.data.copy_(...)` doesn't."""
     digest: int
-    """Digest of the new values, in the first iteration and for caches; else 0."""
+    """Digest of the new values. 0 if they weren't compared: that is done in the first iteration,
+    and for caches in every one."""
 
 
 @dataclass(eq=False)
@@ -56,17 +57,21 @@ class _Buffer:
     is_cache: bool
     """Whether it isn't persistent, so that no `state_dict` has it."""
     seen: tuple[Tensor | None, int] = (None, 0)
-    """Its tensor and version when it was last looked at; a change gives another one of either."""
+    """Its tensor and that tensor's version when it was last compared. A step that changes the
+    buffer changes the version, or puts another tensor in its place."""
     value: Tensor | None = None
     """A copy of its last values, in iterations in which values are compared."""
     count: int = 0
     """Number of the iteration's actions that have changed it."""
     is_unversioned: bool = False
-    """Whether in any rank's first iteration it changed while its version didn't."""
+    """Whether its values changed and its version didn't, in the first iteration of any rank."""
     is_rewritten: bool = False
-    """Whether in a first iteration its version changed while its values didn't."""
+    """Whether its version changed and its values didn't, in a first iteration."""
     source: int | None = None
-    """The rank whose values count, if it has changed since it was shared."""
+    """The rank whose values all ranks get at the next `share`; None if it hasn't changed since the
+    last one."""
+    before: Tensor | None = None
+    """Of a batch norm's number of batches, the value before the iteration."""
 
     @property
     def current(self) -> Tensor | None:
@@ -85,9 +90,17 @@ class _Buffer:
         self.count, self.seen, self.value = 0, self._now(), None
         if self.seen[0] is not None and (compares or self.is_rewritten):
             self.value = self.seen[0].clone()
+        # With momentum=None the number is that of the batches over which statistics are averaged.
+        if self.attribute == "num_batches_tracked" and getattr(self.owner, "momentum", None):
+            self.before = None if self.seen[0] is None else self.seen[0].clone()
+
+    def end(self) -> None:
+        """Let an iteration count as one batch, however many micro-batches it has."""
+        if self.before is not None and self.current is not None and self.count > 1:
+            self.current.sub_(self.before).floor_divide_(self.count).add_(self.before)
 
     def look(self) -> None:
-        """Count a change by the last action."""
+        """Count one change if the last action has changed it."""
         (old, version), self.seen = self.seen, self._now()
         buffer = self.seen[0]
         is_new = buffer is not old or self.seen[1] != version
@@ -176,6 +189,7 @@ class BufferWatch:
         """Return the changed buffers of these layers, and of modules outside the layers."""
         changes = []
         for name, buffer in self._buffers.items():
+            buffer.end()
             buffer.value, count = None, buffer.count or buffer.is_unversioned
             if count and (buffer.layer is None or buffer.layer in layers):
                 digest = _digest(buffer.current) if self._is_first or buffer.is_cache else 0

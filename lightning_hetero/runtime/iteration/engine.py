@@ -96,7 +96,9 @@ class Engine:
             wrap_layer=config.layer_options.wrap_layer,
             group=None if tensor_parallel is None else tensor_parallel.stage,
         )
-        self.logs = StepLogs(module, device, StepMetrics(module, communicators, self._speaks))
+        self.logs = StepLogs(
+            module, device, StepMetrics(module, communicators, self._reports_for_group)
+        )
         self._agreements = defaultdict[Phase, Agreement](partial(Agreement, communicators, device))
         self.store = self._make_store(plan)
         self.buffers = BufferWatch(module, layout, communicators, may_differ=config.allow_mixing)
@@ -205,7 +207,7 @@ class Engine:
                 # Forward and backward; a unit's push begins in its last backward pass.
                 if is_training:
                     running.push.start()
-                passes.run(schedule, step, clock=self.clock, look=self.buffers.look)
+                passes.run(schedule, step, clock=self.clock, after_action=self.buffers.look)
                 results.finish(running.push.gradients)
                 # Agree: each rank sends its row now and reads the others' after the push. With
                 # standbys it sends its row only after the push. Then a rank that has received all
@@ -290,22 +292,22 @@ class Engine:
         def sums_of(entries: Sequence[LogEntry]) -> Tensor:
             row = results.row(entries)
             # Ranks of a tensor-parallel group have the same loss: the first one counts.
-            return row if self._speaks() else without_sums(row)
+            return row if self._reports_for_group() else without_sums(row)
 
         agreement = self._agreements[phase]
         agreement.begin(report, header, sums_of)
         return agreement
 
-    def _speaks(self) -> bool:
-        """Whether this rank reports for its tensor-parallel group: one of equal ranks."""
+    def _reports_for_group(self) -> bool:
+        """Whether this rank reports the loss that all ranks of its tensor-parallel group have."""
         return self.place is None or self.place.tp_rank == 0
 
     def _keep_gradients(
         self, sums: dict[str, Tensor], agreed: Agreed, scale: LossScale, key: IterationKey
     ) -> Tensor:
-        """Keep the summed gradients for the optimizer; return the iteration's loss."""
+        """Keep the summed gradients for the optimizer, and return the iteration's loss."""
         self.gradients.take(sums, self.plans.running.unused(agreed.reports.num_missing))
-        return self.gradients.judge(agreed.sums[:, :NUM_TOTALS], scale, str(key))
+        return self.gradients.finish(agreed.sums[:, :NUM_TOTALS], scale, str(key))
 
     def settle(self) -> None:
         """Check the last iteration's sums, which arrive one iteration late on an accelerator.

@@ -60,8 +60,9 @@ class StagePasses:
         results: Collects the steps' results.
         microbatches: This rank's micro-batches, in order.
         num_samples: Samples of each.
-        recomputations: By stage, what each micro-batch computes again in backward.
-        first_index: Index of the first micro-batch among those of all pipelines.
+        recomputations: By stage, what each micro-batch recomputes in backward.
+        first_index: Number of micro-batches in the pipelines before this rank's, by which random
+            numbers are seeded.
         seed: The numbers from which the random numbers of all micro-batches are seeded.
         splitter: Splits backward passes; None if they aren't split.
     """
@@ -109,9 +110,9 @@ class StagePasses:
         step: Callable[[Any], Any],
         *,
         clock: ComputeClock,
-        look: Callable[[], None],
+        after_action: Callable[[], None],
     ) -> None:
-        """Run the actions of the schedule; `look` is called after each.
+        """Run the actions of the schedule, and call `after_action` after each.
 
         Raises:
             StepError, ModelError: The step or the model does something that a stage can't do.
@@ -119,7 +120,7 @@ class StagePasses:
         for index, chunk in self._chunks.items():
             chunk.link.begin(schedule.held_by(index), schedule.held_by(index - 1))
         with nullcontext() if self._splitter is None else self._splitter.active():
-            self._run_all(schedule.actions, step, clock=clock, look=look)
+            self._run_all(schedule.actions, step, clock=clock, after_action=after_action)
 
     def _run_all(
         self,
@@ -127,7 +128,7 @@ class StagePasses:
         step: Callable[[Any], Any],
         *,
         clock: ComputeClock,
-        look: Callable[[], None],
+        after_action: Callable[[], None],
     ) -> None:
         are_traced = is_traced()
         for chunk in self._running.chunks:
@@ -139,7 +140,7 @@ class StagePasses:
                         self._run_action(action, step)
                 else:
                     self._run_action(action, step)
-                look()
+                after_action()
         self._join_sums()
 
     def _run_action(self, action: Action, step: Callable[[Any], Any]) -> None:
@@ -161,7 +162,7 @@ class StagePasses:
 
     @contextmanager
     def _keeping_apart(self, stage_index: int) -> Iterator[None]:
-        """Sum gradients of outer parameters by stage, on a rank that runs both ends of a pipeline.
+        """On a rank that runs both ends of a pipeline, sum outer parameters' gradients by stage.
 
         So their total doesn't depend on the order in which the two ends run.
         """

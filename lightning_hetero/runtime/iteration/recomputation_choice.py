@@ -28,7 +28,7 @@ from lightning_hetero.runtime.stage.recomputation import (
     LayerOptions,
     MeasuredLayer,
     Recomputation,
-    is_said,
+    names_recomputation,
 )
 
 __all__ = ["MeasuredBytes", "RecomputationChoice"]
@@ -88,7 +88,7 @@ class RecomputationChoice:
     def _budget(self, stage: StagePlan, chunks: Sequence[Chunk]) -> int | None:
         """Return a stage's budget: the plan's, or its part of the rank's budget in the options."""
         whole = self._options.activation_budget_bytes
-        if is_said(stage) or whole is None:
+        if names_recomputation(stage) or whole is None:
             return stage.activation_budget_bytes
         return whole * len(stage.layers) // sum(len(chunk.stage.layers) for chunk in chunks)
 
@@ -135,7 +135,7 @@ class RecomputationChoice:
         options, layers = self._options, stage.layers
         whole: Container[int] = options.recomputed(layers)
         selective: Container[int] = options.selective(layers)
-        if is_said(stage):
+        if names_recomputation(stage):
             count = stage.recomputed_layers or 0
             whole = layers[:count]
             selective = layers[count : count + (stage.selective_layers or 0)]

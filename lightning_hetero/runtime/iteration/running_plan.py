@@ -62,14 +62,15 @@ class RunningPlan:
     chunks: tuple[Chunk, ...]
     """This rank's stages, ascending; none if it is idle."""
     shares_memory: bool
-    """Whether slices may be views of the compute weights, see `ComputeWeights`."""
+    """Whether slices may be views of the compute weights: see `ComputeWeights`."""
     num_microbatches: tuple[int, ...]
     """Micro-batches of each pipeline in a full iteration."""
     reads: set[str] | None = None
-    """Parameters outside the layers that this iteration has used; None if nobody needs to know."""
+    """Parameters outside the layers that this iteration has used; None in iterations that don't
+    record this (see `outer_parameters`)."""
     num_in_flight: int = 0
-    """Number of micro-batches that are now between their forward and their backward, not counting
-    the one that runs; on a rank with several chunks, each chunk counts."""
+    """Number of micro-batches whose forward has ended and whose backward hasn't begun. On a rank
+    with several chunks a micro-batch counts once for each chunk that it is in."""
 
     @property
     def pipeline(self) -> PipelinePlan:

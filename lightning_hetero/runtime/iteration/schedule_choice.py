@@ -47,7 +47,8 @@ _MEASURED_ITERATIONS = 3
 _GRAIN = 8
 """Sizes of micro-batches are rounded to 1/8 of their mean, so that solved orders are used again."""
 _LONG_S = 2.0
-"""Iterations of at least so many seconds get an order for their own sizes of micro-batches."""
+"""In iterations of this many seconds or more, the order is solved for the actual sizes of the
+micro-batches; in shorter ones for equal sizes."""
 _USED_MEMORY = 0.9
 """Share of a device's memory that micro-batches may fill."""
 
@@ -58,8 +59,8 @@ class StageSchedule(NamedTuple):
     actions: tuple[Action, ...] = ()
     """The rank's actions, in the order in which they run."""
     held: Mapping[int, int] = MappingProxyType({})
-    """For each of this rank's stages, and for the stages before them, the most micro-batches that
-    are between forward and backward at once."""
+    """For each of this rank's stages, and each stage before one of them, the largest number of
+    micro-batches between forward and backward at once."""
 
     def held_by(self, stage_index: int) -> int:
         """Return how many micro-batches a stage may be ahead of the next one.
@@ -129,7 +130,7 @@ class ScheduleChoice:
     def of(
         self, running: RunningPlan, tokens: Sequence[int], *, is_training: bool
     ) -> StageSchedule:
-        """Return what this rank runs in an iteration whose micro-batches have so many tokens."""
+        """Return what this rank runs in an iteration, given the tokens of its micro-batches."""
         if running.place is None:
             return StageSchedule()
         index, count = running.place.stage_index, len(tokens)
@@ -139,7 +140,7 @@ class ScheduleChoice:
         if is_training and running.plan in self._times and pipeline.num_stages > 1 and count:
             sizes = self._sizes(running, tokens)
             orders = self._solve(running.plan, running.place.pipeline_index, count, sizes)
-        # An order that can't deadlock can't without its backward passes either.
+        # Without its backward passes an order that can't deadlock still can't.
         orders = orders or usual_actions(pipeline.workers, count)
         held: dict[int, int] = {}
         near = {i for chunk in running.chunks for i in (max(chunk.index - 1, 0), chunk.index)}

@@ -25,7 +25,7 @@ def copy_of(part: Any) -> Any:
 
 
 def parts_of(microbatches: Sequence[Any], attempt: int = 0) -> list[Any]:
-    """Return a batch and its halves; empty if there is nothing to cut or to put together.
+    """Return a batch and its halves; empty if the batch can't be cut.
 
     The batch is the largest micro-batch; if each has one sample, two of them together; if there is
     only one sample, this sample twice, and a single half, since both are equal. A batch of two
@@ -33,7 +33,8 @@ def parts_of(microbatches: Sequence[Any], attempt: int = 0) -> list[Any]:
 
     Args:
         microbatches: Those of the iteration.
-        attempt: 0 for the largest micro-batch, 1 for the next one, and so on, all in turn.
+        attempt: 0 for the largest micro-batch, 1 for the next one, and so on, all in turn, since
+            the halves of one may have equal shares of all that a mean may be over.
     """
     counts = [sizes_of(item)[0] for item in microbatches]
     order = sorted(range(len(counts)), key=lambda index: -counts[index])

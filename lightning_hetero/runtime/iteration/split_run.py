@@ -1,8 +1,9 @@
 """Run the check of `results.split_check` on all ranks, with a micro-batch and its two halves.
 
 Each of these *parts* goes forward through the pipeline as in an evaluation. The last stage then
-computes the gradients of a few small parameters, of the last layer and behind the layers. The check
-leaves no trace in logs, buffers, random states and gradients.
+computes the gradients of a few small parameters, of the last layer and after the layers; or that
+of the last layer's output, summed over tokens, where none of them trains. The check leaves no trace
+in logs, buffers, random states and gradients.
 """
 
 import itertools
@@ -43,12 +44,12 @@ from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["SplitRun"]
 
-_MOST_NUMEL, _MOST_PARAMETERS = 2**18, 24
+_MOST_NUMEL, _MOST_PARAMETERS = 2**16, 24
 """Largest number of elements, and of parameters, whose gradients are compared; at least one
 parameter is."""
 _MOST_ATTEMPTS = 4
-"""Largest number of micro-batches that one check tries, if halves without targets leave the weights
-open."""
+"""Largest number of micro-batches that one check tries. A half without targets has no loss, so the
+weights of the halves can't be found from it, and another micro-batch is tried."""
 Step = Callable[[Any], Any]
 
 
@@ -89,7 +90,7 @@ class _WatchedPass(MicrobatchPass):
 
 @dataclass(frozen=True)
 class _Found:
-    """What one rank reports about a check."""
+    """What one rank reports of a check."""
 
     evidence: tuple[Evidence, ...]
     limits: Limits
@@ -98,7 +99,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a last stage sees of one part."""
+    """What a last stage measures when it runs one part."""
 
     gradient: Tensor = field(default_factory=lambda: torch.zeros(1))
     counts: Mapping[Counting, float] = field(default_factory=dict)
@@ -140,8 +141,10 @@ class SplitRun:
         self._evaluates = False
         """Whether the step draws random numbers in train mode; parts then run in eval mode."""
         self._num_iterations = 0
+        self._num_checks = 0
         self._is_open = False
-        """Whether the last check has seen only NaN, as losses are that have no targets."""
+        """Whether the last check saw only losses of NaN, as of batches without targets, so that the
+        next iteration checks again."""
 
     def is_due(self) -> bool:
         """Whether to check in the next iteration; called once for each with a cut batch."""
@@ -170,7 +173,8 @@ class SplitRun:
             StepError: On every rank, if the batch can't be cut without changing the loss.
         """
         everyone: list[_Found] = []
-        for attempt in range(_MOST_ATTEMPTS):
+        first, self._num_checks = self._num_checks, self._num_checks + 1
+        for attempt in range(first, first + _MOST_ATTEMPTS):
             parts = parts_of(microbatches, attempt)
             found = self._comms.gather_objects(self._try(step, parts, running, seed, recompute))
             if not self._evaluates and any(item.is_random for item in found):
@@ -238,8 +242,8 @@ class SplitRun:
                 limits = forward.limits
                 if found is not None:
                     seen.append(found)
-        speaks = running.place is not None and running.place.tp_rank == 0
-        return _Found(_evidence_of(seen) if seen and speaks else (), limits, has_drawn)
+        reports = running.place is not None and running.place.tp_rank == 0
+        return _Found(_evidence_of(seen) if seen and reports else (), limits, has_drawn)
 
     def _run_part(
         self,
@@ -288,7 +292,9 @@ class SplitRun:
 
     def _gradient(self, loss: Tensor, forward: _WatchedPass, running: RunningPlan) -> Tensor:
         """Return the loss's gradients with respect to the compared parameters, as one vector."""
-        chosen = self._chosen(running)
+        chosen, hidden = self._chosen(running), forward.last_hidden
+        if hidden is not None and hidden.requires_grad and not forward.is_reentrant:
+            chosen.append(hidden)
         gradients: Sequence[Tensor | None] = [None] * len(chosen)
         try:
             gradients = self._boundary.gradients_of(forward, loss, chosen)
@@ -299,14 +305,18 @@ class SplitRun:
             # don't compare.
             forward.has_drawn = True
         vectors = [
-            torch.zeros_like(parameter) if item is None else item
-            for parameter, item in zip(chosen, gradients, strict=True)
+            torch.zeros_like(item) if gradient is None else gradient
+            for item, gradient in zip(chosen, gradients, strict=True)
         ]
+        if chosen and chosen[-1] is hidden:
+            output = vectors.pop().float()
+            if all(gradient is None for gradient in gradients[:-1]):
+                vectors = [output.reshape(-1, output.shape[-1]).sum(0)]
         found = [item.detach().reshape(-1).float() for item in vectors]
         return torch.cat(found).cpu() if found else torch.zeros(1)
 
-    def _chosen(self, running: RunningPlan) -> list[nn.Parameter]:
-        """Return small parameters of the last layer and behind it, else of the whole stage."""
+    def _chosen(self, running: RunningPlan) -> list[Tensor]:
+        """Return small parameters of the last layer and after it, else of the whole stage."""
         shards, specs = running.weights.shards, self._layout.specs
         whole = [
             spec
@@ -318,7 +328,7 @@ class SplitRun:
         last = running.plan.num_layers - 1
         chosen = [item for item in whole if item.layer == last or item.name in behind] or whole
         chosen = sorted(chosen, key=lambda item: item.numel)[:_MOST_PARAMETERS]
-        found: list[nn.Parameter] = []
+        found: list[Tensor] = []
         total = 0
         for spec in chosen:
             total += spec.numel

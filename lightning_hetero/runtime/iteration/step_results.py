@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
@@ -29,6 +30,12 @@ from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.unknown import check_known
 
 __all__ = ["LossScale", "StepGradients", "StepResults", "loss_of"]
+
+_NAN = (
+    "An iteration's loss is NaN, though its gradients are finite, as if it were a mean over "
+    "nothing. It is taken for {rule}, which has something to count there: if the mean is over "
+    "something else, count that by num_target_tokens(batch) in the module."
+)
 
 
 @dataclass(frozen=True)
@@ -180,8 +187,8 @@ class StepGradients:
         self.unused = unused
         self.by_name = {name: item for name, item in sums.items() if name not in unused}
 
-    def judge(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
-        """Scale the gradients, check whether they are finite, and return the iteration's loss.
+    def finish(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
+        """Finish an iteration: scale the gradients, check that they are finite, return the loss.
 
         Args:
             totals: The sums of all ranks; see `IterationLoss`.
@@ -212,6 +219,8 @@ class StepGradients:
                 found = f"{batch} aren't finite; ranks {broken} made them."
                 if not self._config.scales_loss:
                     answer_nonfinite(found, self._config.nonfinite_gradients, is_late=is_late)
+            elif bool(numbers[:, 0].isnan().any()):
+                rank_zero_warn(_NAN.format(rule=losses.rule))
 
         self._late.judge(totals, answer, now=is_now)
         return loss.value

@@ -1,4 +1,4 @@
-"""Find out that another rank has failed, report which and why, and never hang because of it.
+"""Find out that another rank has failed, report which one and why, and never hang because of it.
 
 Every process sends heartbeats through the store, and each rank watches the next ones (`heartbeat`).
 A rank that raises an error first writes the reason into the store. Other ranks notice a failure in
@@ -91,8 +91,9 @@ class FailureDetector:
         self._rank = ring.rank
         self._timeout_s = timeout.total_seconds()
         self._silence_s = (silence or timeout).total_seconds()
-        # A main thread must notice a failure in this time. In place, its own work (a compilation, a
-        # file) may take as long as others wait for it.
+        # The main thread must notice another rank's failure within this time, or the process is
+        # ended. If ranks go on in place, the others wait `patience_s` for it, so it may be busy for
+        # that long, compiling or with a file.
         self._grace_s = min(ring.patience_s, self._timeout_s)
         self._watch: Watch | None = None
         self._aborting: threading.Thread | None = None

@@ -45,11 +45,11 @@ def interval_s(silence_s: float) -> float:
 
 
 class Silence:
-    """Measures for how long something has shown no sign of life while this process could see it.
+    """Measures for how long something has shown no sign of life, in time that this process ran.
 
     Args:
-        nap_s: Largest number of seconds that count between two checks. If this process was stopped,
-            or got no time on a busy machine, it couldn't see others meanwhile.
+        nap_s: Largest number of seconds that count between two checks. More seconds mean that this
+            process was stopped itself, or got no time on a busy machine, and saw nothing meanwhile.
         sign: The last sign of life, if one is known.
     """
 
@@ -106,7 +106,7 @@ class Watch:
         self.failed_rank = -1
         """The rank that failed, and may be dead; -1 if there is none."""
         self.has_server_left = False
-        """Whether rank 0 has ended normally; then the loss of the store is no failure."""
+        """Whether rank 0 has ended normally; then the loss of the store isn't a failure."""
         self.is_suspicious = False
         """Whether any rank has lost a connection; then silent ranks count as dead sooner."""
         self.wakes_judge = threading.Event()
@@ -121,7 +121,8 @@ class Watch:
 class Heartbeat:
     """One process's heartbeat, from `begin` to `end`; may begin again.
 
-    All processes of a run must begin equally often, because their n-th counters belong together.
+    All processes of a run must begin the same number of times, because their n-th counters belong
+    together.
 
     Args:
         store: The run's store; the thread uses a connection of its own.
@@ -186,15 +187,11 @@ class Heartbeat:
             with suppress(DistError):  # Without the store nobody can be told.
                 self._wait_until_heard(self._store, self._watch, timeout_s)
 
-    def beats_of(self, number: int) -> int:
-        """Return a process's number of heartbeats; one call of a store.
-
-        Once it has ended normally, the counter is larger than any number of heartbeats.
-        """
-        return int(self._store.add(self._beat(number), 0))
-
     def silences_s(self, numbers: Sequence[int]) -> list[float]:
-        """Return for how many seconds each process was seen to be silent; one call of a store."""
+        """Return for how many seconds each process was seen to be silent; one call of a store.
+
+        Exactly 0 means that it has beaten since the last look.
+        """
         beats = self._read_beats(self._store, numbers)
         return [self._look_at(number, count) for number, count in zip(numbers, beats, strict=True)]
 
@@ -221,7 +218,7 @@ class Heartbeat:
                 self.has_begun.set()
                 self._wake.wait(self._pause_s())
                 self._wake.clear()
-            self._say_goodbye()
+            self._report_end()
         except Exception:
             # The client's own errors have many types, and the process may be partly torn down.
             self.is_store_gone = True
@@ -301,7 +298,7 @@ class Heartbeat:
                 self._silences[number] = Silence(2 * self.interval_s, sign=beats)
             return self._silences[number].look(beats)
 
-    def _say_goodbye(self) -> None:
+    def _report_end(self) -> None:
         store, watch = self._own, self._watch
         store.add(self._beat(self.number), _ENDED)
         if watch is None or watch.failure is not None:

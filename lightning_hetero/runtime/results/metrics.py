@@ -7,6 +7,7 @@ for a step is that of all micro-batches of the iteration.
 If hooks update a metric, its states are the same on every rank and count once.
 """
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,13 +35,15 @@ class StepMetrics:
 
     Args:
         module: The LightningModule that holds them.
-        speaks: Returns whether this rank's states count: of a tensor-parallel group, those of the
-            first rank do.
+        reports_for_group: Returns whether this rank's states count. Of a tensor-parallel group only
+            those of the first rank do.
     """
 
-    def __init__(self, module: nn.Module, comms: Communicators, speaks: Callable[[], bool]) -> None:
+    def __init__(
+        self, module: nn.Module, comms: Communicators, reports_for_group: Callable[[], bool]
+    ) -> None:
         self.comms = comms
-        self.speaks = speaks
+        self.reports_for_group = reports_for_group
         self.in_step = False
         """Whether a step is running, in which ranks can't wait for each other."""
         self._metrics = {
@@ -139,7 +142,14 @@ class StepMetrics:
                 "only, and where ranks can't wait for each other. Log the metric itself, or "
                 "compute it in a hook."
             )
-        return compute()
+        return self._quietly(compute)
+
+    def _quietly(self, compute: Callable[[], Any]) -> Any:
+        """Compute without the warning that nothing was updated: other ranks may have done so."""
+        with warnings.catch_warnings():
+            if self._has_ranks:
+                warnings.filterwarnings("ignore", "The ``compute`` method of metric")
+            return compute()
 
     def _counts_now(self, metric: Metric) -> bool:
         """Return whether a step's call changes the metric.
@@ -166,7 +176,7 @@ class StepMetrics:
         alone.reset()
         for args, kwargs in self._calls.get(id(metric), ()):
             alone.update(*args, **kwargs)
-        metric._forward_cache = alone.compute()
+        metric._forward_cache = self._quietly(alone.compute)
 
 
 @dataclass(frozen=True)
@@ -193,7 +203,7 @@ class _Sync:
         metric, metrics = self._metric, self._metrics
         is_alike = bool(vars(metric).get(_ALIKE))
         own = None
-        if metric.update_called and (is_alike or metrics.speaks()):
+        if metric.update_called and (is_alike or metrics.reports_for_group()):
             states = {name: getattr(metric, name) for name in metric._reductions}
             states = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), states)
             own = _Account(is_alike, metric._update_count, states)
@@ -208,7 +218,11 @@ class _Sync:
 
 
 def _parts(accounts: list[_Account]) -> list[_Account]:
-    """Return the accounts to merge: one of them if they are equal, else all."""
+    """Return the accounts to merge.
+
+    If all are equal, hooks have updated the metric with the same values on each rank, so one of
+    them counts.
+    """
     if not all(item.is_alike for item in accounts):
         return accounts
     # Ranks that joined later may have missed updates.

@@ -87,8 +87,8 @@ def records_of(
     place, cpu = plan.place(comms.global_rank), torch.device("cpu")
     if not shared or comms.world_size == 1:
         return {} if place is None else {place.pipeline_index: own}
-    speaks = place is not None and place.tp_rank == 0
-    everyone = comms.gather_objects([item.moved(cpu) for item in own] if speaks else [])
+    reports = place is not None and place.tp_rank == 0
+    everyone = comms.gather_objects([item.moved(cpu) for item in own] if reports else [])
     return {
         index: [item.moved(device) for item in everyone[pipeline.stages[-1].ranks[0]]]
         for index, pipeline in enumerate(plan.pipelines)

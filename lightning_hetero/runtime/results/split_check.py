@@ -1,7 +1,7 @@
 """Judge by gradients how the losses of a micro-batch's halves combine into its own loss.
 
 A micro-batch m and its halves a and b run through the step. Let G be the gradients of their losses
-with respect to a few small parameters in the last layer and behind it. The check finds the weights
+with respect to a few small parameters in the last layer and after it. The check finds the weights
 for which
 
     G_m = w_a · G_a + w_b · G_b.
@@ -111,6 +111,8 @@ def _state_of(generator: Any) -> str:
 
 
 _DUE = frozenset({0, 1, 10, 100, 1000})
+_AT_ONCE = 2**12
+"""Elements of gradients that are multiplied in float64 at a time, which takes twice the memory."""
 _FACTOR = 3.0
 """Another rule replaces the usual one if its residual is smaller by this factor."""
 Triple = tuple[float, float, float]
@@ -170,10 +172,13 @@ class Evidence:
         The gradient of a half without targets may be NaN, where its mean divides by zero, and
         counts as zero.
         """
-        whole, *halves = (item.double() for item in gradients)
+        whole, *halves = gradients
         halves = [item if item.isfinite().all() else torch.zeros_like(item) for item in halves]
-        rows = torch.stack([whole, *halves])
-        first, second, third = (tuple(row) for row in (rows @ rows.T).tolist())
+        products = torch.zeros(3, 3, dtype=torch.float64)
+        for parts in zip(*(torch.split(item, _AT_ONCE) for item in (whole, *halves)), strict=True):
+            rows = torch.stack(parts).double()
+            products += rows @ rows.T
+        first, second, third = (tuple(row) for row in products.tolist())
         empty = tuple(bool(item.isnan().any()) for item in gradients)
         return cls((first, second, third), counts, empty=empty)
 
@@ -287,8 +292,8 @@ _FOUND = (
     "{first:.3g} and {second:.3g}. "
 )
 _NOTHING = (
-    "The loss is NaN for a part of a micro-batch, as a mean over nothing is, but {rule} isn't "
-    "there. "
+    "The loss is NaN for a part of a micro-batch, as a mean over nothing is, but {rule} has "
+    "something to count there. "
 )
 _DECLARED = (
     "So the loss isn't {rule}, as it is declared to be. Correct loss_reduction or the module's "

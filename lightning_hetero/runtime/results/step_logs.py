@@ -31,7 +31,7 @@ ALREADY_REDUCED = "already reduced"
 _NUM_COLUMNS = 3
 _LIGHT = 1e-30
 """Weight of a logged mean of no targets: it counts only where no other rank has any."""
-_NAMES = {"amin": "min", "amax": "max", "min": "min", "max": "max", "sum": "sum"}
+_NAMES = {"avg": "mean"} | {name: name for name in ("mean", "sum", "min", "max")}
 _NEUTRAL = {"max": -math.inf, "min": math.inf}
 
 
@@ -117,7 +117,12 @@ class StepLogs:
         if isinstance(value, nn.Module):
             metric = next((key for key, item in self._module.named_modules() if item is value), "")
         reduce_fx = options.get("reduce_fx", "mean")
-        reduction = _NAMES.get(str(getattr(reduce_fx, "__name__", reduce_fx)), "mean")
+        reduction = _NAMES.get(str(getattr(reduce_fx, "__name__", reduce_fx)).lower())
+        if reduction is None:
+            raise StepError(
+                f"self.log({name!r}) has reduce_fx={reduce_fx!r}. Lightning knows mean, sum, min "
+                "and max: log a torchmetrics.Metric for any other reduction."
+            )
         entry = LogEntry(name, tuple(options.items()), metric, reduction)
         self._pending[entry] = _Pending(value, int(batch_size))
 

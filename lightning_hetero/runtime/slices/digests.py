@@ -17,7 +17,7 @@ from lightning_hetero.exchange.owners import list_owners
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["StandbyCheck", "digests_of", "is_looked_at"]
+__all__ = ["StandbyCheck", "digests_of", "has_costly_checks"]
 
 _LOOKED_AT = frozenset({1, 100, 10_000, 1_000_000})
 _AT_ONCE = 2**22
@@ -45,11 +45,11 @@ def _digest_of(rows: Tensor) -> Tensor:
     return digest
 
 
-def is_looked_at(iteration: int) -> bool:
-    """Return whether costly checks run in an iteration, counted from 1.
+def has_costly_checks(iteration: int) -> bool:
+    """Whether costly checks, such as digests of all weights, run in an iteration, counted from 1.
 
-    They run in few iterations, so that steps stay fast. A fault that is in every iteration is found
-    in the first.
+    They run in few iterations, so that steps stay fast. A fault that occurs in every iteration is
+    found in the first.
     """
     return iteration in _LOOKED_AT
 

@@ -189,4 +189,5 @@ REDUCTIONS: dict[str, Callable[[Tensor, Any, _AddUp], Tensor]] = {
 }
 """Reductions that can be computed of parts, by the names of torch's functions."""
 _UNKNOWN = {"prod", "median", "quantile", "argmax", "argmin", "logsumexp", "aminmax", "nansum"}
-"""Other reductions, which are right row by row only."""
+"""Other reductions. They can't be computed from parts, so they are allowed only if each row is
+reduced by itself."""

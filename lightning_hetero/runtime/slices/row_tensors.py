@@ -40,6 +40,7 @@ _REMEDY = (
     "called by all ranks. Call the model in steps, such as validation_step, or after a run with "
     "HeteroStrategy(whole_after_run=True)."
 )
+_EVEN = 'HeteroStrategy(ownership="even") cuts parameters of one shape alike.'
 
 
 @dataclass(eq=False)
@@ -164,6 +165,7 @@ def _call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         try:
             result = func(*args, **kwargs)
         except (IndexError, RuntimeError) as error:
+            _check_alike(name, rows)
             where = f"{name} is called on parameter {rows[0]._part.name}'s rows in a hook"
             raise StepError(f"{where}: {error}. {_REMEDY}") from error
         if _writes(func):
@@ -282,7 +284,11 @@ def _check_alike(name: str, rows: Sequence[Any]) -> None:
     """Refuse a function of several tensors that have different rows."""
     for item in rows[1:]:
         if item._part.kept != rows[0]._part.kept:
-            _refuse(f"{name} with other rows of {rows[0]._part.name}", item._part)
+            names = f"{rows[0]._part.name} and {item._part.name}"
+            raise StepError(
+                f"{name} is called in a hook on parameters {names}, of which this rank has other "
+                f"rows. {_EVEN}"
+            )
 
 
 def _moved(name: str, rows: Sequence[Any], made: Tensor) -> Part:
@@ -354,7 +360,7 @@ def _refuse_frozen(name: str, part: Part) -> NoReturn:
     raise StepError(
         f"{name} is called in a hook on parameter {part.name}, which is frozen, so that only steps "
         "have its values. If hooks change it, as averages of weights do, or measure it, let it "
-        "require gradients and use it under torch.no_grad(): then it travels in each step."
+        "require gradients and use it under torch.no_grad(): then it travels in each step. " + _EVEN
     )
 
 

@@ -49,13 +49,13 @@ _LEAST_RATE = 1e-2
 _SCALE = 0.02
 """Size of the values that are stepped: about that of weights."""
 _CLOSE = 1e-3
-"""Most difference between steps that count as the same, as a share of the largest update."""
+"""Largest difference between two steps that count as the same, as a share of the largest update."""
 
 _Parts = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Likeness(IntEnum):
-    """How well a step of some tensors, or of pieces, agrees with the step of all."""
+    """How well the step of a part of the tensors agrees with the step of all of them."""
 
     DIFFERENT = 0
     CLOSE = 1
@@ -92,6 +92,8 @@ def check_steps(optimizers: Sequence[Optimizer], store: SliceStore, comms: Commu
     Raises:
         ConfigurationError: On every rank, if an optimizer is refused or devices round differently.
     """
+    # Lightning stands in for a `configure_optimizers` that returns None with one without groups.
+    optimizers = [item for item in optimizers if item.param_groups]
     cut = [name for name, items in store.slices.items() if len(items) > 1]
     own = [_try(optimizer, is_cut=bool(cut)) for optimizer in optimizers]
     everyone = comms.gather_objects(own)

@@ -110,7 +110,8 @@ class SliceStore:
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of this rank's slice of a parameter."""
         if name in self.frozen:
-            # A different size for each: Lightning's callbacks that unfreeze compare by equality.
+            # Each empty slice gets a second dim of another size. Lightning's callbacks that
+            # unfreeze compare parameters by `==`, and two tensors of shape (0,) would be equal.
             return 0, self._places[name]
         num_rows = sum(stop - start for start, stop in self.kept[name])
         return self.specs[name].shape_of_rows(num_rows)
@@ -255,7 +256,8 @@ class ComputeWeights:
         self._gradient_dtype: torch.dtype | None = None
         """Dtype in which gradients are summed."""
         self._replaced: dict[str, Tensor] = {}
-        """For each parameter whose `data` was replaced, the tensor that `take_in` has taken out."""
+        """For each parameter whose `data` was replaced (`weight.data = average`), the value that
+        was in the pulls' memory before; `return_replaced` puts it back."""
         self._places = [
             (slot.module._parameters, slot.attribute, name, parameter)
             for name, parameter in (self.shards | self._stubs).items()
@@ -310,7 +312,7 @@ class ComputeWeights:
         return self.shards[name].data
 
     def home(self, name: str) -> Tensor:
-        """Return the memory from which pulls read this rank's slice, even if its `data` changed."""
+        """Return the memory from which pulls read a slice, even if its `data` was replaced."""
         return self._homes[name]
 
     def __enter__(self) -> None:
@@ -336,8 +338,8 @@ class ComputeWeights:
         finally:
             show_values(self._cut.values())
 
-    def take_in(self) -> None:
-        """Copy slices whose `data` was replaced to where pulls read; `give_back` undoes it."""
+    def gather_replaced(self) -> None:
+        """Copy slices whose `data` somebody has replaced into the memory from which pulls read."""
         where = [*map(Tensor.data_ptr, self.store.masters.values())]
         if where == self._addresses or self._replaced:
             return
@@ -347,8 +349,8 @@ class ComputeWeights:
                 self._replaced[name] = home.clone()
                 home.copy_(master.detach())
 
-    def give_back(self) -> None:
-        """Undo `take_in`: whoever has replaced the data may put the old tensor back later."""
+    def return_replaced(self) -> None:
+        """Undo `gather_replaced`: who replaced the data may put the old tensor back later."""
         for name, before in self._replaced.items():
             self._homes[name].copy_(before)
         self._replaced.clear()

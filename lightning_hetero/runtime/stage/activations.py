@@ -153,7 +153,7 @@ class ActivationLink:
             held: Most micro-batches that this stage holds between forward and backward.
             held_before: The same number for the stage before.
         """
-        # Even a stage without micro-batches sends those of the next check of the loss.
+        # At least 1: also a stage without micro-batches sends those of the next check of the loss.
         self._sent_forward.most = max(1, held)
         self._sent_backward.most = self._most_expected = max(1, held_before)
 
@@ -264,7 +264,7 @@ class ActivationLink:
         return self.comms.control if is_apart else self._edge(piece)
 
     def _is_apart(self, piece: SentPiece) -> bool:
-        """Whether headers of messages that are sent in such pieces are messages of their own."""
+        """Whether the header is a message of its own: on accelerators, and if pieces are sent."""
         return self.device.type != "cpu" or piece.count > 1
 
     def _wait(self, posted: _Posted) -> list[Tensor]:

@@ -135,7 +135,7 @@ class StageBoundary:
             self._backward = None
 
     def gradients_of(
-        self, current: MicrobatchPass, loss: Tensor, parameters: Sequence[nn.Parameter]
+        self, current: MicrobatchPass, loss: Tensor, parameters: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
         """Return the gradients of a forward pass's loss, without adding them to `grad`."""
         if not current.is_reentrant:
@@ -239,7 +239,7 @@ class StageBoundary:
             version = 0 if given.is_inference() else given._version
         output = self._compute(current, call)
         if given is not None and not given.is_inference():
-            # The model may have kept its input, and use it behind the layers.
+            # The model may have kept its input, and use it after the layers.
             self._changes_input |= given._version != version
         current.handed_on.changes_input |= self._changes_input
         hidden = hidden_output(output, call.index)
@@ -270,6 +270,7 @@ class StageBoundary:
     def _end_stage(self, current: MicrobatchPass, hidden: Tensor) -> None:
         """End the step with the handover to the next stage; on the last stage the step goes on."""
         current.finished = True
+        current.keep_hidden(hidden)
         if not current.is_last_stage:
             current.handed_on.tensors[:1] = [hidden]
             raise StageEnd(current.handed_on)
@@ -280,7 +281,7 @@ class StageBoundary:
         key = current.hidden_arguments[call.index]
         handover, hidden = current.arrived(), call.given[key]
         if call.index == 0 and handover.changes_input and hidden.is_floating_point():
-            # NaN, so that no code behind the layers uses the old values unnoticed.
+            # NaN, so that no code after the layers uses the old values unnoticed.
             hidden.data.fill_(torch.nan)
         return self._sides.skip(call, key, handover)
 

@@ -1,10 +1,10 @@
 """Pack tensors end to end as bytes, and unpack them by their forms (shape, dtype and the like).
 
-A message begins with a `Header`, from which the receiver learns what the message holds. A receive
-must be posted before its message's length is known, so its buffer is as long as the longest message
-of the iterations before, as both ends know; what doesn't fit follows in a message of its own.
-Example: after messages of 8 KB, one of 10 KB goes as 8 KB and 2 KB, and buffers of the next
-iteration have 10 KB.
+A message begins with a `Header`, from which the receiver learns what the message contains. A
+receive must be posted before its message's length is known. So its buffer is as long as the longest
+message of earlier iterations, a length that sender and receiver both remember. If a message is
+longer, its rest follows as a second message. Example: after messages of 8 KB, one of 10 KB goes as
+8 KB and 2 KB, and buffers of the next iteration have 10 KB.
 """
 
 import pickle
@@ -71,10 +71,10 @@ def packed(tensors: Sequence[Tensor], start: Tensor | None = None) -> Tensor:
 
 
 def unpack(message: Tensor, forms: tuple[Form, ...], *, behind: int = 0) -> list[Tensor]:
-    """Return the tensors with these forms that are packed behind so many bytes of a message."""
+    """Return a message's tensors, which have these forms and follow its first `behind` bytes."""
     pairs = zip(bounds_of(forms), forms, strict=True)
     parts = [(message[behind + start : behind + stop], form) for (start, stop), form in pairs]
-    # To autograd they are no views, so that changing one in place doesn't count for the others.
+    # `data` hides from autograd that they are views: changing one in place doesn't affect others.
     return [part.view(form.dtype).view(form.shape).data for part, form in parts]
 
 
@@ -150,11 +150,12 @@ class Inbox:
             peer: Who sends it.
             group: Where.
             clock: Times the wait.
-            counts: Whether it counts as more than a mere header.
+            counts: Whether its bytes count as payload for the clock, which looks for slow links;
+                headers don't.
             tag: Tag of messages; that of what doesn't fit into a posted buffer is one more.
         """
         work, message = self._posted.popleft()
-        # A message that is only the beginning of a longer one counts as no bytes.
+        # A message of two lengths alone, whose rest follows, carries no payload.
         is_payload = counts and message.numel() > LENGTHS_BYTES
         clock.wait_for(work, peer=peer, num_bytes=message.numel() if is_payload else 0)
         header_length, length = _LENGTHS.unpack_from(message.numpy().data)
@@ -173,7 +174,7 @@ class Inbox:
         return self._last[1], message
 
     def finish(self) -> None:
-        """Note that an iteration's messages have been received."""
+        """Remember the longest message of this iteration, for the buffers of the next one."""
         self._capacity = self._longest
 
 
@@ -195,7 +196,7 @@ class Outbox:
         return [message[: self._capacity], message[self._capacity :]]
 
     def finish(self) -> None:
-        """Note that an iteration's messages have been received."""
+        """Remember the longest message of this iteration, for the buffers of the next one."""
         self._capacity = self._longest
 
 

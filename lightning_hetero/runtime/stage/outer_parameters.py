@@ -1,10 +1,10 @@
 """Find out which parameters outside the layers each end of a pipeline really uses.
 
-All stages of a pipeline run the same step, so all of them run the code before the layers. Most
-don't need its result, which is only the first layer's input. Example: the last stage looks up the
-embedding but never uses the result, unless the head shares the embedding's weight. So a watch
-follows everything that is computed from a parameter, through the memory of tensors, until it is
-used.
+All stages of a pipeline run the same step, so all of them run the code before the layers. Its
+result is usually the first layer's input, and later stages don't use that. Example: the last stage
+looks up the embedding but never uses the result, unless the head shares the embedding's weight. So
+a watch follows everything that is computed from a parameter, through the memory of tensors, until
+it is used.
 
 In the first iteration of each phase (training, validation, test, prediction) in an epoch both ends
 of a pipeline hold these parameters. For the rest of the epoch, a parameter that was used at only

@@ -3,8 +3,8 @@
 A recomputed layer keeps only its inputs for its backward; a selectively recomputed one also keeps
 the results of matrix products and attention. A plan asks for it where the activations of all
 micro-batches in flight don't fit (MEM_V in AutoHet's Eq. 4); where the plan says nothing,
-`LayerOptions` decide. They also say whether layers are compiled. Passes without gradients keep
-nothing in any case.
+`LayerOptions` decide. They also say whether layers are compiled. Passes without gradients keep no
+activations.
 
 Each layer is compiled separately, so that stages may begin and end at any layer and layers of one
 kind share their compiled code. Compiled code runs in training only, since a pass without gradients
@@ -37,7 +37,7 @@ __all__ = [
     "hidden_output",
     "is_cache",
     "is_compiled",
-    "is_said",
+    "names_recomputation",
 ]
 
 _ONE_STAGE = "or use a plan whose pipelines have one stage."
@@ -230,7 +230,7 @@ class LayerOptions:
 
         def told(stage: StagePlan) -> StagePlan:
             whole, selective = self.recomputed(stage.layers), self.selective(stage.layers)
-            if is_said(stage) or not (whole or selective):
+            if names_recomputation(stage) or not (whole or selective):
                 return stage
             return replace(stage, recomputed_layers=len(whole), selective_layers=len(selective))
 
@@ -245,8 +245,8 @@ class LayerOptions:
         return _CompiledForward(index, forward) if self.compile_layers else forward
 
 
-def is_said(stage: StagePlan) -> bool:
-    """Whether the plan itself says what a stage recomputes."""
+def names_recomputation(stage: StagePlan) -> bool:
+    """Whether the plan itself names what a stage recomputes, so that options don't count."""
     return any(value is not None for value in stage.recomputation.values())
 
 

@@ -50,7 +50,8 @@ _HARMLESS = ("torch.", _RECORDER)
 _PLAIN = frozenset((bool, str, int, float, type(None), torch.dtype, torch.device))
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _MOST_LOOKS = 16
-"""Passes of a layer in which it is looked for what they replace: those of the check, and more."""
+"""Number of passes of a layer in which its attributes are compared before and after, to find those
+that each pass replaces. The passes of the check of the loss are among them."""
 
 
 class _Before(NamedTuple):
@@ -82,10 +83,10 @@ class SideTensors:
         ]
         self._hooks_alone = [[hooks for _, hooks in pairs] for pairs in self._hooks]
         self._kept: dict[int, list[tuple[int, str]]] = {}
-        """For each layer that has run with gradients, the attributes in which it keeps something
-        that each pass makes anew."""
+        """For each layer that has run with gradients, the attributes whose values each pass
+        replaces, as (index of the submodule, name)."""
         self._num_looks = [0] * len(self._parts)
-        """In how many passes of each layer it was looked for what the pass replaces."""
+        """For each layer, the number of passes in which its attributes were compared."""
 
     def before(self, index: int) -> "_Before":
         """Look at a layer before it runs."""
@@ -182,7 +183,7 @@ class SideTensors:
         return tuple(returned)
 
     def explain(self, error: AttributeError, run_here: range) -> None:
-        """Refuse by name a step that reads what a layer keeps which doesn't run here.
+        """Explain the AttributeError of a step that reads what a layer elsewhere keeps.
 
         Raises:
             StepError: It does.
@@ -248,9 +249,9 @@ def _kept_in(index: int, parts: Sequence[nn.Module]) -> Iterator[tuple[int, str]
 def _replaced(
     before: Mapping[tuple[int, str], Any], parts: Sequence[nn.Module]
 ) -> Iterator[tuple[int, str]]:
-    """Yield the attributes that a layer has replaced by ones like them.
+    """Yield the attributes whose values the layer has replaced by others of the same shape.
 
-    A cache isn't replaced, or by one of another shape.
+    So a cache isn't among them: it stays the same object, or its shape grows.
     """
     for (place, name), old in before.items():
         new = getattr(parts[place], name, old)
@@ -272,7 +273,7 @@ def _is_of_torch(part: nn.Module, name: str) -> bool:
 
 
 def _recorded() -> dict[str, list[Any]]:
-    """Return the lists in which a Hugging Face model records outputs now."""
+    """Return the lists into which a Hugging Face model is recording outputs at this moment."""
     recorder = sys.modules.get(_RECORDER)
     found = None if recorder is None else recorder._active_collector.get()
     if not found:
@@ -294,8 +295,9 @@ def _dump(
     Args:
         value: What a layer has returned or recorded.
         sides: The hidden state, then the side tensors; new tensors are appended.
-        given: Names, by identity, of objects that stages which skip the layer have, too. None for
-            records: large tensors in these don't travel.
+        given: Names of the layer's arguments by `id`. Stages that skip the layer have these, too,
+            so only the names travel. None for recorded outputs, of which large tensors don't
+            travel.
     """
     known = {id(tensor): index for index, tensor in enumerate(sides) if index}
     new: list[Tensor] = []

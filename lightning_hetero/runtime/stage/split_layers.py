@@ -5,8 +5,8 @@ of weights. So these can be computed while the stage would otherwise wait (Qi et
 Bubble"). During an iteration's passes `LayerSplitter.active()` replaces
 `torch.nn.functional.linear` and `embedding`, which `nn.Linear` and `nn.Embedding` call. If a call
 uses one of this rank's trainable weights, or a part of one such as an expert's matrix, it then
-keeps its input and the gradient of its output until `run_weights`. Everything else, such as frozen
-weights and experts' grouped products, has its whole backward at once.
+keeps its input and the gradient of its output until `run_weights`. The backward of everything else,
+such as frozen weights and experts' grouped products, isn't split.
 
 The products are those that autograd computes, and gradients go through the parameters' own
 `AccumulateGrad`, so sums and hooks are the same bit for bit.

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_hetero.runtime.exchange.routes import Routes
-from tests.plans import pipeline, plan_of, stage
+from tests.fits import Case, Outcome, assert_same_bits, attempt, fit
+from tests.plans import CUT_LATE, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, Outcome, assert_same_bits, refusal, train
 
 pytestmark = pytest.mark.dist
 
@@ -59,18 +59,17 @@ def _run_by(rank: int, case: Case, kind: str, nodes: str) -> Exchanged:
 
         return note
 
-    case = replace(case, options=(*case.options, ("exchange", kind)))
+    case = replace(case, options={**case.options, "exchange": kind})
     with (
         mock.patch.object(Routes, "pulled", noting(Routes.pulled)),
         mock.patch.object(Routes, "pushed", noting(Routes.pushed)),
         mock.patch.object(dist, "all_to_all_single", counting if nodes else all_to_all),
     ):
-        outcome = train(rank, case)
+        outcome = fit(rank, case)
     return Exchanged(outcome, ways, sum(far))
 
 
 EQUAL = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1)))
-UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
 SHARED = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3)))
 PARTS = plan_of(pipeline(stage([0, 3], 0, 3)), pipeline(stage([2, 1], 0, 3)))
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -79,17 +78,17 @@ CASES = {
     "equal pipelines": Case(plan=EQUAL, world_size=3, width=32, num_rows=12),
     "whole parameters": Case(plan=EQUAL, world_size=3, ownership="parameter", num_rows=12),
     "unequal pipelines, bf16": Case(
-        plan=UNEQUAL, world_size=3, num_microbatches=2, precision="bf16-mixed", num_rows=8
+        plan=CUT_LATE, world_size=3, num_microbatches=2, precision="bf16-mixed", num_rows=8
     ),
     "the same part of two pipelines": Case(
-        plan=PARTS, world_size=4, width=32, options=(("tp_plan", TP_PLAN),), num_rows=8
+        plan=PARTS, world_size=4, width=32, options={"tp_plan": TP_PLAN}, num_rows=8
     ),
     "owners everywhere, tensor parallelism": Case(
         plan=SHARED,
         world_size=4,
         ownership="even",
         tied=True,
-        options=(("tp_plan", TP_PLAN),),
+        options={"tp_plan": TP_PLAN},
         num_rows=8,
     ),
 }
@@ -113,7 +112,7 @@ def assert_near(found: list[dict[str, Exchanged]], kind: str, other: str) -> Non
 @pytest.mark.parametrize("name", CASES)
 def test_collectives_give_what_messages_give_bit_for_bit(pool: ProcessPool, name: str) -> None:
     case = CASES[name]
-    found = pool.run(run_by, case.world_size, case, ("messages", "collectives"))
+    found = pool.run(run_by, case.size, case, ("messages", "collectives"))
     assert_same_bits(outcomes(found, "messages"), outcomes(found, "collectives"))
     assert all(way.endswith("messages") for way in ways_of(found, "messages"))
     ways = ways_of(found, "collectives")
@@ -127,7 +126,7 @@ def test_few_ranks_send_messages_and_a_reduce_scatter_gives_the_same_but_for_rou
     pool: ProcessPool,
 ) -> None:
     case = CASES["equal pipelines"]
-    found = pool.run(run_by, case.world_size, case, ("auto", "reduce-scatter"))
+    found = pool.run(run_by, case.size, case, ("auto", "reduce-scatter"))
     assert_near(found, "auto", "reduce-scatter")
     assert all(way.endswith("messages") for way in ways_of(found, "auto"))
 
@@ -140,7 +139,7 @@ ON_NODES = {
     # Straight, of 5 pieces two ranks send 3, three send 2: 12. By node 2 relays of 3, 3 of 2: 5.
     "abbba": (Case(plan=FIVE, width=64, num_rows=20), 5 / 12),
     # Each shard group has two ranks, one on each node: nothing is summed on a node.
-    "abab": (Case(plan=TWICE, width=32, options=(("tp_plan", TP_PLAN),), num_rows=8), 1),
+    "abab": (Case(plan=TWICE, width=32, options={"tp_plan": TP_PLAN}, num_rows=8), 1),
 }
 
 
@@ -149,10 +148,9 @@ def test_gradients_summed_on_nodes_give_the_same_but_for_rounding(
     pool: ProcessPool, nodes: str
 ) -> None:
     case, share = ON_NODES[nodes]
-    case = replace(case, world_size=len(nodes))
     kinds = ("collectives", "by-node")
-    found = pool.run(run_by, case.world_size, case, kinds, nodes)
-    again = pool.run(run_by, case.world_size, case, ("by-node",), nodes)
+    found = pool.run(run_by, case.size, case, kinds, nodes)
+    again = pool.run(run_by, case.size, case, ("by-node",), nodes)
     assert_near(found, *kinds)
     assert_same_bits(outcomes(found, "by-node"), outcomes(again, "by-node"))
     assert ("SummedByNode collective" in ways_of(found, "by-node")) == (share < 1)
@@ -160,8 +158,8 @@ def test_gradients_summed_on_nodes_give_the_same_but_for_rounding(
     assert by_node == pytest.approx(share * straight, rel=0.02)
 
 
-def refused_by_own_way(rank: int, case: Case, ways: tuple[str, ...]) -> str:
-    return refusal(rank, replace(case, options=(("exchange", ways[rank]),)))
+def refused_by_own_way(rank: int, case: Case, ways: tuple[str, ...]) -> Any:
+    return attempt(rank, replace(case, options={"exchange": ways[rank]}))[0]
 
 
 def test_ranks_that_exchange_otherwise_are_refused_on_all(pool: ProcessPool) -> None:

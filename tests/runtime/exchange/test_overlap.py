@@ -6,14 +6,11 @@ from typing import Any
 
 import lightning as L
 import pytest
-import torch
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.plans import pipeline, plan_of, stage
+from tests.fits import Case, train
+from tests.plans import CUT_LATE
 from tests.processes import ProcessPool
-from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
 pytestmark = pytest.mark.dist
 
@@ -45,18 +42,10 @@ class TraceStep(L.Callback):
             self.profiler.stop()
 
 
-def trace(rank: int, plan: dict[str, Any], options: ToyOptions, batch_size: int) -> list[Span]:
+def trace(rank: int, case: Case) -> list[Span]:
     """Return the ranges of one iteration on this rank."""
-    torch.manual_seed(0)
-    parsed = ParallelPlan.from_dict(plan)
     callback = TraceStep()
-    trainer = L.Trainer(
-        strategy=HeteroStrategy(parsed, num_microbatches=2),
-        callbacks=[callback],
-        **quiet(devices=len(parsed.ranks), max_steps=TRACED_STEP + 1),
-    )
-    rows = TokenRows(batch_size * parsed.num_pipelines * (TRACED_STEP + 1))
-    trainer.fit(ToyModule(options), DataLoader(rows, batch_size=batch_size))
+    train(case, callback)
     return [
         Span(event.name, event.time_range.start, event.time_range.end)
         for event in callback.profiler.events() or ()
@@ -64,14 +53,15 @@ def trace(rank: int, plan: dict[str, Any], options: ToyOptions, batch_size: int)
 
 
 # Two pipelines, so that every layer travels both ways; one has two stages.
-PLAN = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
 LAYERS = ((0, 1, 2), (0, 1), (2,))
 """Of each rank."""
 
 
 @pytest.fixture(scope="module")
 def traces(pool: ProcessPool) -> list[list[Span]]:
-    return pool.run(trace, len(LAYERS), PLAN, ToyOptions(num_layers=3, width=32), 4)
+    rows = 2 * 4 * (TRACED_STEP + 1)
+    case = Case(plan=CUT_LATE, width=32, batch_size=4, num_rows=rows, num_microbatches=2)
+    return pool.run(trace, len(LAYERS), case)
 
 
 def only(spans: list[Span], name: str) -> Span:

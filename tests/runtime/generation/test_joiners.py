@@ -5,7 +5,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from threading import Event, Thread
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,7 +24,9 @@ from lightning_hetero.runtime.generation.membership import (
     begin_numbers,
     draw_number,
 )
+from lightning_hetero.runtime.ranks import meeting
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat
+from lightning_hetero.strategy import processes
 from lightning_hetero.strategy.generations import Generations, size_that_stays
 from lightning_hetero.strategy.processes import Processes
 from lightning_hetero.strategy.trainable import facts_of_fit
@@ -56,7 +60,7 @@ def joiner_of(store: dist.Store, **other: str) -> Membership:
 
 
 def ask(joiner: Membership) -> None:
-    joiner._log.note("asking", joiner.number, joiner._facts)
+    joiner._log.note("asking", joiner.number)
 
 
 def run_of(count: int) -> tuple[dist.Store, list[Membership]]:
@@ -148,7 +152,7 @@ def test_one_that_runs_something_else_is_refused_and_the_others_notice_nothing(
     assert isinstance(error, ConfigurationError)
     assert f"it has {name} {value}, the run {FACTS[name]}. Give it the same" in str(error)
     assert members[0].find_gone() is None
-    assert coming.number in members[0]._log.read().asking
+    assert coming.number not in members[0]._log.read().asking
     assert not looks(members[1]), "also another rank 0 doesn't ask again"
 
 
@@ -241,11 +245,34 @@ def test_where_only_joiners_are_left_nobody_trains_something_else() -> None:
 
 def test_a_joiner_whose_store_goes_is_told_so_at_once() -> None:
     class Goes(dist.HashStore):
-        def check(self, keys: list[str]) -> bool:
+        def get(self, key: str) -> bytes:
             raise dist.DistNetworkError("connection reset")
 
     with pytest.raises(PeerError, match="store is gone, so the run has ended, or lost its first"):
         joiner_of(Goes()).join(1000.0)
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_who_joins_or_leaves_ends_if_the_store_never_answers(
+    monkeypatch: pytest.MonkeyPatch, *, comes: bool
+) -> None:
+    """A call of a frozen store can't be cancelled."""
+    ended, brief = Event(), timedelta(seconds=0.1)
+
+    def freeze(*_: Any, **__: Any) -> None:
+        assert ended.wait(20.0)
+        raise PeerError("The process has ended.")
+
+    monkeypatch.setattr(meeting, "end_process", lambda *_: ended.set())
+    monkeypatch.setattr(processes, "join_membership", freeze)
+    joining = Processes(timeout=brief, start_timeout=brief, backend="gloo")
+    joining.outlive_ranks(brief)
+    act = partial(joining.meet, LightningEnvironment(), torch.device("cpu"))
+    if not comes:
+        joining._membership = mock.Mock(number=1, patience_s=0.1, wait_for_next=freeze)
+        act = joining.wait_until_others_go_on
+    with told_to_join("127.0.0.1:1"), pytest.raises(PeerError, match="has ended"):
+        act()
 
 
 @contextmanager
@@ -272,11 +299,11 @@ def test_where_no_run_is_one_is_told_so_in_time() -> None:
 
 def test_in_place_a_trainer_fits_once_and_others_join_the_first_fit_of_a_script() -> None:
     timeout = timedelta(seconds=20)
-    processes = Processes(timeout=timeout, start_timeout=timeout, backend="gloo")
-    fits = Generations(mock.Mock(processes=processes), mock.MagicMock(), timeout)
-    processes.end_generations()
-    processes.meet(LightningEnvironment(), torch.device("cpu"))  # Such as a test after the fit.
-    assert processes.membership is None
+    ours = Processes(timeout=timeout, start_timeout=timeout, backend="gloo")
+    fits = Generations(mock.Mock(processes=ours), mock.MagicMock(), timeout)
+    ours.end_generations()
+    ours.meet(LightningEnvironment(), torch.device("cpu"))  # Such as a test after the fit.
+    assert ours.membership is None
     with pytest.raises(ConfigurationError, match="Make another Trainer for each other fit"):
         Generations(fits._strategy, mock.MagicMock(), timeout)
     assert facts_of_fit(None) == {"fits before this one": "some"}

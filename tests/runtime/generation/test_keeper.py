@@ -148,11 +148,12 @@ class Place:
     def ask(self) -> None:
         """Let the latest worker ask the run to let it in."""
         number = draw_number(self.run)
-        self.log.note("asking", number, {})
+        self.log.note("asking", number)
         self.worker.member = ("members", number)
 
     def let_in(self) -> None:
         """Let the latest worker be in the next generation."""
+        self.log.note("admitted", self.worker.member[1])
         for number in (1, self.worker.member[1]):
             self.log.append(1, "here", number, ["a", True])
         self.log.append(1, "formed", 1)
@@ -200,6 +201,8 @@ def test_a_lost_worker_s_device_gets_a_joiner_later_each_time_that_it_loses_one(
 def test_a_joiner_holds_its_keeper_only_while_the_run_goes_on(place: Place) -> None:
     place.lose()
     place.wait_for_next()
+    place.worker.member = ("members", draw_number(place.run))
+    place.look()  # It has a number, and hasn't asked yet.
     place.ask()
     place.look()
     assert place.keeper._judge() is None

@@ -27,3 +27,4 @@ def test_checks_of_many_members_dont_use_up_the_store() -> None:
     assert formed.lost == {tuple(range(4))}
     # The last of 256 reads every quarter of a second.
     assert formed.seconds < SILENCE_S + 0.35
+    assert formed.busy_s < formed.seconds / 4

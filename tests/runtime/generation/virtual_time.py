@@ -48,6 +48,8 @@ class Timeline:
     ) -> None:
         self.now_s = 0.0
         self.num_calls = 0
+        self.busy_s = 0.0
+        """How long the store has worked."""
         self.store: Any = _Store(dist.HashStore(), self)
         self._call_s, self._way_s, self._key_s, self._byte_s = call_s, way_s, key_s, byte_s
         self._free_s = 0.0
@@ -109,6 +111,7 @@ class Timeline:
             needed_s += self._key_s * len(found)
         elif isinstance(found, bytes):
             needed_s += self._byte_s * len(found)
+        self.busy_s += needed_s
         self._free_s = max(self.now_s, self._free_s) + needed_s
         if hasattr(self._own, "turn"):
             self.sleep(self._free_s + self._way_s - self.now_s)
@@ -141,7 +144,7 @@ class _Signs(heartbeat.Heartbeat):
         interval_s = heartbeat.interval_s(silence_s)
         super().__init__(timeline.store, number=number, interval_s=interval_s)
         self._timeline, self._num_frozen = timeline, num_frozen
-        self.beats_of(number)
+        self._read_beats(timeline.store, [number])
 
     def _look_at(self, number: int, beats: int) -> float:
         moves = number >= self._num_frozen
@@ -157,6 +160,8 @@ class Formed(NamedTuple):
     """Virtual ones."""
     num_calls: int
     """Calls of the store."""
+    busy_s: float
+    """Virtual seconds for which the store has worked."""
 
 
 def form_next(
@@ -185,7 +190,8 @@ def form_next(
         timeline.run([partial(member.form_first, num_members) for member in everyone])
         for frozen in everyone[:num_here]:
             frozen._say_here(1)
-        begin_s, before = timeline.now_s, timeline.num_calls
+        begin_s, before, busy_s = timeline.now_s, timeline.num_calls, timeline.busy_s
         pairs = timeline.run([member.form_next for member in everyone[num_frozen:]])
     lost = {old.without(new) for old, new in pairs}
-    return Formed(lost, timeline.now_s - begin_s, timeline.num_calls - before)
+    seconds, num_calls = timeline.now_s - begin_s, timeline.num_calls - before
+    return Formed(lost, seconds, num_calls, timeline.busy_s - busy_s)

@@ -6,16 +6,16 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
-from tests.runtime.runs import SEED
-from tests.toy import quiet
+from tests.fits import SEED, Case, train
+from tests.plans import pipeline, plan_of, stage
+from tests.toy import Compared
 
 WIDTH = 16
+NUM_ROWS = 128
 
 
-class Tower(L.LightningModule):
+class Tower(Compared):
     """Two layers whose rows all count alike."""
 
     def __init__(self) -> None:
@@ -29,6 +29,9 @@ class Tower(L.LightningModule):
             hidden = torch.tanh(layer(hidden))
         return F.mse_loss(hidden.float(), torch.ones(hidden.shape))
 
+    def rows(self, num_empty: int) -> Any:
+        return rows(NUM_ROWS)
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
@@ -41,37 +44,32 @@ def rows(num_rows: int) -> Tensor:
     return torch.randn(num_rows, WIDTH, generator=torch.Generator().manual_seed(SEED))
 
 
-def gradient_of_an_iteration(rank: int, num_microbatches: int, **options: Any) -> Tensor:
+def gradient_of_an_iteration(num_microbatches: int, **options: Any) -> Tensor:
     """Return the gradient of so many rows, a row a micro-batch, propagated in bf16 on one rank."""
-    L.seed_everything(SEED, verbose=False)
-    module = Tower()
-    plan = ParallelPlan.even(world_size=1, num_layers=2, num_stages=1)
-    strategy = HeteroStrategy(plan, num_microbatches=num_microbatches, **options)
-    trainer = L.Trainer(**quiet(max_steps=1, precision="bf16-mixed"), strategy=strategy, devices=1)
-    trainer.fit(module, DataLoader(rows(num_microbatches), batch_size=num_microbatches))
-    return module.found
+    plan = plan_of(pipeline(stage(0, 0, 2)))
+    how = {"num_microbatches": num_microbatches, "precision": "bf16-mixed", "options": options}
+    found: Tensor = train(Case(model=Tower, plan=plan, batch_size=num_microbatches, **how)).found
+    return found
 
 
-def gradient_of_rows(num_rows: int, dtype: torch.dtype) -> Tensor:
+def gradient_of_rows(dtype: torch.dtype) -> Tensor:
     """Return the sum, in fp64, of the rows' gradients that are propagated in `dtype`."""
     L.seed_everything(SEED, verbose=False)
     module = Tower().to(dtype)
     total = torch.zeros(())
-    for row in rows(num_rows):
+    for row in rows(NUM_ROWS):
         loss = module.training_step(row[None], 0)
         gradients = torch.autograd.grad(loss, list(module.parameters()))
         total = total + torch.cat([item.double().reshape(-1) for item in gradients])
-    return total / num_rows
+    return total / NUM_ROWS
 
 
 def test_gradients_of_bf16_are_summed_in_fp32() -> None:
-    num_microbatches = 128
-    exact = gradient_of_rows(num_microbatches, torch.float32)
-    summed = gradient_of_rows(num_microbatches, torch.bfloat16)
+    exact, summed = (gradient_of_rows(dtype) for dtype in (torch.float32, torch.bfloat16))
 
     def error(gradient: torch.Tensor) -> float:
         return float((gradient - exact).norm() / exact.norm())
 
-    assert error(gradient_of_an_iteration(0, num_microbatches)) <= 1.01 * error(summed) < 2e-3
-    rounded = gradient_of_an_iteration(0, num_microbatches, fp32_gradients=False)
+    assert error(gradient_of_an_iteration(NUM_ROWS)) <= 1.01 * error(summed) < 2e-3
+    rounded = gradient_of_an_iteration(NUM_ROWS, fp32_gradients=False)
     assert error(rounded) > 4 * error(summed), "the option has its price"

@@ -15,9 +15,9 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.iteration import schedule_choice
 from lightning_hetero.runtime.iteration.passes import StagePasses
 from lightning_hetero.schedules import Schedule
+from tests.fits import Case, Outcome, assert_same, assert_same_bits, fit
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, Outcome, assert_same_bits, assert_same_training, train
 
 pytestmark = pytest.mark.dist
 
@@ -33,7 +33,7 @@ class Ordered:
 
 def train_each(rank: int, case: Case, schedules: tuple[str, ...]) -> Ordered:
     """Train by 1F1B, and under each schedule, however little it gains."""
-    return Ordered(train(rank, case), [_train_ordered(rank, case, item) for item in schedules])
+    return Ordered(fit(rank, case), [_train_ordered(rank, case, item) for item in schedules])
 
 
 def _train_ordered(rank: int, case: Case, schedule: str) -> tuple[Outcome, set[str]]:
@@ -50,13 +50,13 @@ def _train_ordered(rank: int, case: Case, schedule: str) -> tuple[Outcome, set[s
         mock.patch.object(schedule_choice, "_LONG_S", 0.0),
         mock.patch.object(StagePasses, "run", noted),
     ):
-        case = replace(case, options=(*case.options, ("schedule", schedule)))
-        return train(rank, case), kinds
+        case = replace(case, options={**case.options, "schedule": schedule})
+        return fit(rank, case), kinds
 
 
 def check(pool: ProcessPool, case: Case, *schedules: str) -> list[Ordered]:
     """Check that each schedule changes no bit of what 1F1B gives."""
-    ranks = pool.run(train_each, case.world_size, case, schedules)
+    ranks = pool.run(train_each, case.size, case, schedules)
     for index in range(len(schedules)):
         assert_same_bits([item.found[index][0] for item in ranks], [item.usual for item in ranks])
     return ranks
@@ -108,9 +108,9 @@ def test_ranks_may_run_several_stages(
     pool: ProcessPool, plan: dict[str, Any], *, tied: bool
 ) -> None:
     case = Case(plan=plan, world_size=2, num_layers=5, tied=tied, batch_size=6, num_rows=18)
-    alone = pool.run_alone(train, case.on_single_device())
+    alone = pool.run_alone(fit, case.on_single_device())
     for item in check(pool, case, "split", "deep"):
-        assert_same_training(item.usual, alone)
+        assert_same(item.usual, alone)
 
 
 def test_compiled_layers_hide_what_is_split() -> None:

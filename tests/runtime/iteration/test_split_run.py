@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy
+from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.setup.products import SavedBytes
 from tests.toy import quiet
 
@@ -52,6 +53,25 @@ def test_a_check_costs_less_than_three_steps_and_no_more_memory_than_one() -> No
     assert sum(samples for samples, _ in checked) <= 3 * num_samples, "a step has two micro-batches"
     assert max(num_bytes for _, num_bytes in checked) <= first[1]
     assert [num_samples] * 2 == GRADIENTS, "a check goes back through the last layer only"
+
+
+class OfChosen(Counted):
+    """A mean over what its batch says: as many in each sample of the first micro-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, count = batch
+        loss: Tensor = self.layers[-1](x).square().sum(1) * count.pow(2)
+        return loss.sum() / count.pow(2).sum()
+
+
+def test_each_check_takes_another_micro_batch() -> None:
+    count = torch.tensor([1.0, 1.0, 1.0, 2.0, 3.0, 1.0] * 2)
+    loader = DataLoader(TensorDataset(torch.randn(12, 8), count), batch_size=6)
+    strategy = HeteroStrategy(num_microbatches=2)
+    trainer = L.Trainer(**quiet(max_steps=2), devices=1, strategy=strategy)
+    with pytest.raises(StepError, match="num_target_tokens"):
+        trainer.fit(OfChosen(), loader)
+    assert trainer.global_step == 1
 
 
 class Masked(L.LightningModule):

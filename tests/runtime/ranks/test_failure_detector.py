@@ -16,9 +16,9 @@ from lightning_hetero.runtime.ranks import failure
 from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.failure import FailureDetector
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
+from tests.fits import Case, fit
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import Case, train
 
 PATIENCE_S = 60.0
 
@@ -160,6 +160,6 @@ def test_no_thread_of_a_runs_groups_outlives_it() -> None:
     # Of processes of their own: what other tests have mocked may hold groups.
     pool = ProcessPool()
     case = Case(plan=plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3))), world_size=2)
-    pool.run(train, 2, case)
+    pool.run(fit, 2, case)
     assert pool.run(num_gloo_threads, 2) == [0, 0]
     pool.close()

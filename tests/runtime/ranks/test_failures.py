@@ -6,17 +6,13 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.errors import HeteroError
-from tests.plans import UNEQUAL, pipeline, plan_of, stage
+from tests.fits import Make, check_refused, each, fit, refused
+from tests.plans import UNEQUAL, Plan, pipeline, plan_of, stage
 from tests.processes import SILENT, ProcessFailed, ProcessPool
-from tests.runtime.step_cases import Compared, Make, TinyModule, refused
-from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
+from tests.toy import Compared, TinyModule, TokenRows, ToyModule, ToyOptions
 
 pytestmark = pytest.mark.dist
 
@@ -93,19 +89,13 @@ class RaggedRows(TokenRows):
         return self.ids[index], self.labels[index][: 1 + index % 2]
 
 
-def ragged(rows: list[Any]) -> Any:
-    return torch.stack([row[0] for row in rows]), torch.cat([row[1] for row in rows])
+class Ragged(TinyModule):
+    def rows(self, num_empty: int) -> Any:
+        return RaggedRows(64)
 
-
-def refusal(rank: int, plan: dict[str, Any]) -> str:
-    """Return why a plan of three ranks is refused, or batches that `fit` can't cut."""
-    batches = DataLoader(RaggedRows(64), batch_size=4, collate_fn=ragged)
-    try:
-        strategy = HeteroStrategy(ParallelPlan.from_dict(plan), num_microbatches=2)
-        L.Trainer(strategy=strategy, **quiet(devices=3, max_steps=4)).fit(TinyModule(), batches)
-    except HeteroError as error:
-        return str(error)
-    return "trained"
+    @staticmethod
+    def collate(rows: list[Any]) -> Any:
+        return torch.stack([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 
 
 @pytest.mark.parametrize(
@@ -119,10 +109,9 @@ def refusal(rank: int, plan: dict[str, Any]) -> str:
     ],
 )
 def test_wrong_plans_and_ragged_batches_are_a_clear_error_on_every_rank(
-    pool: ProcessPool, plan: dict[str, Any], told: str
+    pool: ProcessPool, plan: Plan, told: str
 ) -> None:
-    for text in pool.run(refusal, 3, plan):
-        assert told in text
+    check_refused(pool, each([Ragged], plan, world_size=3)[0], told)
 
 
 class Struck(ToyModule):
@@ -154,23 +143,16 @@ class Struck(ToyModule):
         self.strike_at("end")
 
 
-def fit_struck(rank: int, how: str, struck: int, moment: str) -> None:
-    torch.manual_seed(0)
-    timeout = timedelta(seconds=3 if how == "stops" else 30)
-    plan = ParallelPlan.from_dict(UNEQUAL)
-    options = {"num_microbatches": 2, "whole_after_run": how == "raises"}
-    strategy = HeteroStrategy(plan, timeout=timeout, **options)
-    trainer = L.Trainer(strategy=strategy, **quiet(devices=3, max_steps=4))
-    trainer.fit(Struck(how, struck, moment), loader(64, 4))
-
-
 def failures_beside(pool: ProcessPool, how: str, struck: int, moment: str) -> dict[int, str]:
     """Return how ranks failed, apart from one that is stopped."""
     failures: dict[int, str] = {}
     frozen = struck if how == "stops" else None
+    timeout = timedelta(seconds=3 if how == "stops" else 30)
+    options = {"timeout": timeout, "whole_after_run": how == "raises"}
+    case = each([partial(Struck, how, struck, moment)], UNEQUAL, max_epochs=1, options=options)[0]
     try:
         # Seconds are enough; a machine under load gets more. Without an end it would be for ever.
-        pool.run(fit_struck, 3, how, struck, moment, timeout_s=60.0, frozen=frozen)
+        pool.run(fit, 3, case, timeout_s=60.0, frozen=frozen)
     except ProcessFailed as error:
         failures = error.failures
     assert SILENT not in failures.values()

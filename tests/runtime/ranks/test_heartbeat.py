@@ -63,5 +63,5 @@ def test_a_node_that_is_lost_is_silent_for_the_rank_before_it(
 
     go_on((1, 2, 3, 4), 1)
     assert go_on((3, 4), 8) == {1: 8, 2: 8, 3: 0, 4: 0}
-    ranks[2]._say_goodbye()
+    ranks[2]._report_end()
     assert go_on((1, 3, 4), 1) == {1: 0, 3: 0, 4: 0}, "who ends normally isn't missed"

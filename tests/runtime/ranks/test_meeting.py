@@ -8,52 +8,37 @@ from datetime import timedelta
 from typing import Any
 from unittest import mock
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
-from lightning_hetero.core.errors import ConfigurationError, HeteroError, PeerError
+from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.ranks import meeting
 from lightning_hetero.runtime.ranks.communicators import Communicators, init_process_group
 from lightning_hetero.runtime.ranks.meeting import _meet, connect_store
+from tests.fits import attempt, each
 from tests.plans import STAGES, pipeline, plan_of, stage
 from tests.processes import ProcessPool, free_port
-from tests.runtime.step_cases import TinyModule
-from tests.toy import loader, quiet
+from tests.toy import TinyModule
 
 OTHER = plan_of(pipeline(stage(0, 0, 2), stage(1, 2, 3)))
 
 
-def fit_with(rank: int, plan: dict[str, Any], options: dict[str, Any], batch_size: int) -> str:
-    L.seed_everything(1, verbose=False)
-    strategy = HeteroStrategy(ParallelPlan.from_dict(plan), **options)
-    trainer = L.Trainer(**quiet(strategy=strategy, devices=2, max_epochs=1, max_steps=1))
-    try:
-        trainer.fit(TinyModule(), loader(4, batch_size, seed=batch_size))
-    except HeteroError as error:
-        return str(error)
-    return ""
-
-
-def disagree(rank: int) -> list[str]:
+def disagree(rank: int) -> list[Any]:
     """Run with one rank of two that has another plan, options, version and data."""
     odd = rank == 1
-    texts = [
-        fit_with(rank, OTHER if odd else STAGES, {}, 2),
-        fit_with(rank, STAGES, {"num_microbatches": 3 if odd else 2}, 2),
-    ]
+    (same,) = each([TinyModule], STAGES, max_epochs=1)
+    other = replace(same, plan=OTHER if odd else STAGES)
+    texts = attempt(rank, other, replace(same, num_microbatches=3 if odd else 2))
     known = meeting.installed_version
 
     def version(name: str, **options: str) -> str:
         return "1.2.3" if odd and name == "torch" else known(name, **options)
 
     with mock.patch.object(meeting, "installed_version", version):
-        texts.append(fit_with(rank, STAGES, {}, 2))
-    return texts
+        return [*texts, *attempt(rank, same)]
 
 
 @pytest.mark.dist

@@ -14,10 +14,10 @@ from torchmetrics import (
 )
 from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
 
+from tests.fits import Make, check, each, refused, warnings_of
 from tests.plans import COPIES, STAGES
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import Make, TinyModule, check, refused
-from tests.toy import VOCABULARY
+from tests.toy import VOCABULARY, TinyModule
 
 pytestmark = pytest.mark.dist
 
@@ -119,8 +119,13 @@ class InStepsAndHooks(InSteps):
 
 
 def test_metrics_are_those_of_one_device(pool: ProcessPool) -> None:
-    check(pool, [Measured], STAGES, COPIES)
-    check(pool, [InSteps], COPIES)
+    check(pool, *each([Measured], STAGES, COPIES))
+    check(pool, *each([InSteps], COPIES))
+
+
+def test_no_rank_is_told_that_a_metric_lacks_what_others_have(pool: ProcessPool) -> None:
+    for told in pool.run(warnings_of, 2, *each([Measured], STAGES)):
+        assert "compute" not in told
 
 
 def test_metrics_that_a_step_computes_or_hooks_share_are_refused(pool: ProcessPool) -> None:

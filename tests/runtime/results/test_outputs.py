@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutput
 
 from lightning_hetero.runtime.results.outputs import StepRecord, join_outputs
+from tests.fits import attempt, check, each
 from tests.plans import COPIES, STAGES
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import TinyModule, check, fit_each
+from tests.toy import TinyModule
 
 
 class Pair(NamedTuple):
@@ -131,7 +132,7 @@ class ReturnsMapping(Collecting):
 
 @pytest.mark.dist
 def test_outputs_and_collected_lists_are_those_of_one_device(pool: ProcessPool) -> None:
-    check(pool, [Collecting, ReturnsMapping], STAGES, COPIES, rtol=1e-5)
+    check(pool, *each([Collecting, ReturnsMapping], STAGES, COPIES))
 
 
 class Returning(TinyModule):
@@ -150,5 +151,5 @@ class Returning(TinyModule):
 
 @pytest.mark.dist
 def test_outputs_stay_on_last_stages_where_the_user_spares_the_traffic(pool: ProcessPool) -> None:
-    results = pool.run(fit_each, 2, [Returning], STAGES, {"options": {"share_outputs": False}})
-    assert [found["seen"] for (found,) in results] == [[None] * 4, [4] * 4]
+    cases = each([Returning], STAGES, options={"share_outputs": False})
+    assert [found.seen for (found,) in pool.run(attempt, 2, *cases)] == [[None] * 4, [4] * 4]

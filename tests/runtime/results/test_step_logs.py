@@ -1,5 +1,6 @@
 """What is logged in micro-batches becomes one value, the same on every rank."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.fits import check, each, refused, warnings_of
 from tests.plans import COPIES, STAGES, UNEQUAL
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import ROWS, TinyModule, check
+from tests.toy import ROWS, TinyModule
 
 FUNCTIONS: dict[str, Any] = {"sum": sum, "max": max, "min": torch.min}
 
@@ -71,9 +73,45 @@ class Summed(TinyModule):
         return loss
 
 
+class LogsMedian(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("median", loss, reduce_fx=lambda values: values.median())
+        return loss
+
+
+class SumsCollected(TinyModule):
+    """Sums over ranks what each of them has whole, or something that each has of its own."""
+
+    validates = True
+
+    def __init__(self, *, is_whole: bool) -> None:
+        super().__init__()
+        self.is_whole, self.found = is_whole, list[Tensor]()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.found.append(self.model(batch[0]).argmax(-1))
+
+    def on_validation_epoch_end(self) -> None:
+        whole = torch.cat(self.found).sum().float() + 1
+        value = whole if self.is_whole else float(self.global_rank)
+        self.log("sum", value, sync_dist=True, reduce_fx="sum")
+
+
 @pytest.mark.dist
 def test_what_steps_log_is_what_one_device_logs(pool: ProcessPool) -> None:
-    check(pool, [LogsAll, Summed], STAGES, UNEQUAL)
+    check(pool, *each([LogsAll, Summed], STAGES, UNEQUAL))
     # Micro-batches without targets count nothing; without any, what is logged still is there.
     for num_empty in (2, ROWS):
-        check(pool, [LogsAll], STAGES, COPIES, num_empty=num_empty)
+        check(pool, *each([LogsAll], STAGES, COPIES, num_empty=num_empty))
+
+
+@pytest.mark.dist
+def test_logs_that_would_count_ranks_are_told_and_unknown_reductions_refused(
+    pool: ProcessPool,
+) -> None:
+    for is_whole in (True, False):
+        (case,) = each([partial(SumsCollected, is_whole=is_whole)], STAGES)
+        told, _ = pool.run(warnings_of, 2, case)
+        assert ("sum counts it once for each" in told) == is_whole
+    refused(pool, {LogsMedian: "Lightning knows mean, sum, min and max"}, STAGES, COPIES)

@@ -117,3 +117,16 @@ def test_an_optimizer_is_refused_where_it_would_step_slices_otherwise(
     store: Any = SimpleNamespace(slices=slices, has_standbys=False)
     with nullcontext() if refusal is None else pytest.raises(ConfigurationError, match=refusal):
         check_steps([kind(parameters((4, 4)), lr=0.1)], store, comms)
+
+
+class WithoutGroups(Foreign):
+    """As Lightning stands in for a `configure_optimizers` that returns None."""
+
+    def add_param_group(self, param_group: Any) -> None: ...
+
+
+@pytest.mark.filterwarnings("error")
+def test_an_optimizer_without_parameters_needs_no_trial() -> None:
+    comms: Any = SimpleNamespace(gather_objects=lambda own: [own], global_rank=0)
+    store: Any = SimpleNamespace(slices={"w": HERE, "v": THERE}, has_standbys=False)
+    check_steps([WithoutGroups(parameters((4, 4)))], store, comms)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.fits import SEED, Case, Outcome, assert_same, outcome_of, train
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.case_modules import RowsModule
-from tests.runtime.runs import SEED, Case, Outcome, assert_same_training, fit
 
 pytestmark = pytest.mark.dist
 
@@ -39,7 +39,7 @@ def train_sharing(rank: int, case: Case, whose: str) -> Outcome:
     for index in range(case.num_layers):
         linear = nn.Linear(width, width) if owns else module.model.shared
         module.model.blocks[index] = SharingBlock(linear, owns=owns)
-    return fit(module, case)
+    return outcome_of(train(case, module=module))
 
 
 CASE = Case(
@@ -59,6 +59,6 @@ def test_gradients_that_older_checkpoints_make_in_parts_are_whole_or_refused(
     for whose in ("the model's", "each block's"):
         expected = pool.run(train_sharing, 1, CASE.on_single_device(), whose)[0]
         for outcome in pool.run(train_sharing, 2, CASE, whose):
-            assert_same_training(outcome, expected)
+            assert_same(outcome, expected)
     with pytest.raises(ProcessFailed, match="comes in several parts"):
         pool.run(train_sharing, 2, replace(CASE, width=64), "each block's")

@@ -19,9 +19,9 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass
 from lightning_hetero.runtime.stage.recomputation import LayerOptions, Recomputation
+from tests.fits import SEED, Case, Outcome, assert_same, fit, outcome_of, train
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.runs import MODULES, SEED, Case, Outcome, assert_same_training, fit, train
 from tests.toy import CONTEXT, GPT, VOCABULARY
 
 needs_compiler = pytest.mark.skipif(
@@ -125,7 +125,7 @@ def train_compiled(rank: int, case: Case, how: str) -> tuple[Outcome, int]:
     torch._dynamo.reset()
     counters.clear()
     L.seed_everything(SEED, verbose=False)
-    module = MODULES[case.model](case)
+    module = case.module()
     layers = next(item for item in module.modules() if isinstance(item, nn.ModuleList))
     captured_only = partial(torch.compile, backend="eager")
     for index, layer in enumerate(layers):
@@ -134,7 +134,7 @@ def train_compiled(rank: int, case: Case, how: str) -> tuple[Outcome, int]:
         if how == "torch.compile":
             layers[index] = captured_only(layer)
     with mock.patch.object(torch, "compile", captured_only):
-        outcome = fit(module, case)
+        outcome = outcome_of(train(case, module=module))
     named = {name.replace("_orig_mod.", ""): item for name, item in outcome.weights.items()}
     return replace(outcome, weights=named), counters["stats"]["unique_graphs"]
 
@@ -148,7 +148,7 @@ DEGREES = Case(
     batch_size=3,
     num_rows=6,
     num_microbatches=2,
-    options=(("compile_layers", True), ("activation_checkpointing", "full")),
+    options={"compile_layers": True, "activation_checkpointing": "full"},
 )
 # More layers than dynamo compiles one by one. They are recomputed as a whole: a compiler chooses
 # itself what it keeps.
@@ -158,7 +158,7 @@ MANY = Case(
     num_layers=12,
     num_microbatches=2,
     optimizer="sgd",
-    options=(("activation_checkpointing", "selective"),),
+    options={"activation_checkpointing": "selective"},
 )
 
 
@@ -170,10 +170,10 @@ MANY = Case(
 def test_compiled_layers_share_their_code_and_train_alike(
     pool: ProcessPool, case: Case, how: str
 ) -> None:
-    expected = pool.run_alone(train, case.on_single_device())
+    expected = pool.run_alone(fit, case.on_single_device())
     for outcome, num_graphs in pool.run(train_compiled, 3, case, how, timeout_s=280.0):
         assert num_graphs == 1 or (case is DEGREES and num_graphs > 0)
-        assert_same_training(outcome, expected)
+        assert_same(outcome, expected)
 
 
 @needs_compiler

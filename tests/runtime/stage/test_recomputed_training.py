@@ -9,11 +9,11 @@ import torch
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_profile
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
+from tests.fits import Case, assert_same_bits, fit
 from tests.plans import pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.case_modules import PackedModule, PackedSamples
 from tests.runtime.recomputation_runs import refused_budget, train_counted, train_watched
-from tests.runtime.runs import Case, assert_same_bits, train
 
 pytestmark = pytest.mark.dist
 
@@ -31,15 +31,15 @@ def test_recomputation_changes_no_bit_of_training_with_dropout(pool: ProcessPool
         )
 
     budget = {"activation_budget_bytes": 30_000}
-    plain = pool.run(train, 3, case({}, {}, {}))
+    plain = pool.run(fit, 3, case({}, {}, {}))
     selective = {"recomputed_layers": 1, "selective_layers": 2}
     fixed = case(selective, {"recomputed_layers": 1}, {"selective_layers": 3})
-    assert_same_bits(pool.run(train, 3, fixed), plain)
+    assert_same_bits(pool.run(fit, 3, fixed), plain)
     within = case(budget, {"recomputed_layers": 0}, {"activation_budget_bytes": 60_000})
-    assert_same_bits(pool.run(train, 3, within), plain)
-    for option in (("activation_budget_bytes", 60_000), ("activation_checkpointing", 2)):
-        everywhere = replace(case({}, {}, {}), options=(option,))
-        assert_same_bits(pool.run(train, 3, everywhere), plain)
+    assert_same_bits(pool.run(fit, 3, within), plain)
+    for option in ({"activation_budget_bytes": 60_000}, {"activation_checkpointing": 2}):
+        everywhere = replace(case({}, {}, {}), options=option)
+        assert_same_bits(pool.run(fit, 3, everywhere), plain)
 
 
 def test_layers_of_several_ranks_keep_as_many_bytes_as_their_profile_says(
@@ -50,7 +50,7 @@ def test_layers_of_several_ranks_keep_as_many_bytes_as_their_profile_says(
         return Case(plan=plan, world_size=3, model="packed", width=32, batch_size=4)
 
     cases = [case(), case(selective_layers=2), case(recomputed_layers=2)]
-    cut = [replace(item, options=(("sequence_parallel", True),)) for item in cases[:2]]
+    cut = [replace(item, options={"sequence_parallel": True}) for item in cases[:2]]
     found = pool.run(train_counted, 3, [*cases, *cut])
     for index, first in ((1, 0), (2, 0), (4, 3)):
         assert_same_bits(
@@ -74,7 +74,7 @@ def test_layers_of_several_ranks_keep_as_many_bytes_as_their_profile_says(
         for run, num_bytes in zip((kept, selective, whole), expected, strict=True):
             assert run.saved_bytes == pytest.approx(num_bytes * tokens, rel=0.05)
         # Of two sums of each layer and micro-batch, the one behind attention is done again.
-        num_passes = 2 * 2 * kept.outcome.batches_seen
+        num_passes = 2 * 2 * kept.outcome.num_steps
         assert selective.num_sums - kept.num_sums == num_passes
 
 

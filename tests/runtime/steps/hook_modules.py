@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lightning_hetero import own_rows
-from tests.runtime.step_cases import Tiny, TinyModule
-from tests.toy import VOCABULARY
+from tests.toy import VOCABULARY, Tiny, TinyModule
 
 
 class ClipsByHand(TinyModule):
@@ -193,6 +192,31 @@ class AveragesData(Averages):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         TinyModule.on_train_batch_end(self, outputs, batch, batch_idx)
         self.average.weight.data.mul_(0.5)
+
+
+class FollowsTeacher(TinyModule):
+    """A mean teacher: its outputs are those of an average of all weights, which a hook keeps."""
+
+    layers_at = "model.layers"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.model)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        with torch.no_grad():
+            wanted = self.teacher(ids)
+        return self.loss(self.model(ids) + wanted, labels)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        with torch.no_grad():
+            for own, other in zip(self.model.parameters(), self.teacher.parameters(), strict=True):
+                other.mul_(0.5).add_(own, alpha=0.5)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.model.parameters(), lr=0.2)
 
 
 class Counts(TinyModule):

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, TensorDataset
 
-from tests.runtime.step_cases import ROWS, Compared, TinyModule
-from tests.toy import VOCABULARY
+from tests.toy import ROWS, VOCABULARY, Compared, TinyModule
 
 WIDTH, NUM_TOKENS = 8, 8
 

@@ -6,19 +6,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError, StepError
+from tests.fits import Make, check, each, refused, train
 from tests.plans import COPIES, SHARDED, STAGES, UNEQUAL, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import Make, Rows, TinyModule, check, refused
 from tests.runtime.steps import hook_modules as hooks
-from tests.toy import quiet
+from tests.toy import TinyModule
 
 pytestmark = pytest.mark.dist
 
@@ -44,20 +41,23 @@ RIGHT: list[Make] = [
 
 @pytest.mark.parametrize("plan", [COPIES, STAGES], ids=["copies", "stages"])
 def test_hooks_get_one_devices_numbers(pool: ProcessPool, plan: Any) -> None:
-    check(pool, RIGHT, plan)
+    check(pool, *each(RIGHT, plan))
 
 
 def test_hooks_get_one_devices_numbers_in_other_runs(pool: ProcessPool) -> None:
     norms: list[Make] = [hooks.ClipsByHand, hooks.LogsNorms, hooks.LogsEachNorm]
     standbys = {"redundancy": 1, "num_microbatches": 1}
     four = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(4)))
-    check(pool, [*norms, hooks.TrainsNewRows], four, options=standbys)
-    check(pool, [hooks.LogsNorms], STAGES, accumulate_grad_batches=2)
-    check(pool, [hooks.ReplacesData], UNEQUAL, options={"ownership": "even"})
+    check(pool, *each([*norms, hooks.TrainsNewRows], four, options=standbys))
+    check(pool, *each([hooks.LogsNorms], STAGES, accumulate_grad_batches=2))
+    check(pool, *each([hooks.ReplacesData], UNEQUAL, options={"ownership": "even"}))
+    # Parameters of one shape have the same rows on a rank if all are cut evenly.
+    check(pool, *each([hooks.FollowsTeacher], UNEQUAL, options={"ownership": "even"}))
+    refused(pool, {hooks.FollowsTeacher: 'ownership="even"'}, UNEQUAL)
     # Rows may be chosen by their numbers where one rank has all of them.
-    check(pool, [hooks.ZeroesOldRows], STAGES)
+    check(pool, *each([hooks.ZeroesOldRows], STAGES))
     cut = {"tp_plan": {"layers.*.0": "colwise", "layers.*.2": "rowwise"}}
-    check(pool, [hooks.NormsOfColumns, hooks.NormsOfRows], SHARDED, options=cut)
+    check(pool, *each([hooks.NormsOfColumns, hooks.NormsOfRows], SHARDED, options=cut))
 
 
 REFUSED: dict[Make, str] = {
@@ -138,10 +138,7 @@ class UsesWhole(TinyModule):
 
 
 def tell(rank: int) -> tuple[list[str], list[str]]:
-    module = UsesWhole()
-    strategy = HeteroStrategy(ParallelPlan.from_dict(COPIES), num_microbatches=2)
-    trainer = L.Trainer(**quiet(max_steps=1, strategy=strategy, devices=2))
-    trainer.fit(module, DataLoader(Rows(4), batch_size=2))
+    module = train(each([UsesWhole], COPIES, max_steps=1)[0])
     return module.told, module.told_early
 
 
@@ -165,9 +162,9 @@ class Validated(TinyModule):
 
 
 def test_hooks_get_whole_numbers_without_training_too(pool: ProcessPool) -> None:
-    check(pool, [Validated], STAGES, evaluates=True)
+    check(pool, *each([Validated], STAGES, evaluates=True))
 
 
 def test_buffers_that_an_evaluation_changes_are_one_devices_or_refused(pool: ProcessPool) -> None:
-    check(pool, [hooks.Counts], STAGES, options={"num_microbatches": 1})
+    check(pool, *each([hooks.Counts], STAGES, options={"num_microbatches": 1}))
     refused(pool, {hooks.Counts: "count changes with what each micro-batch holds"}, STAGES)

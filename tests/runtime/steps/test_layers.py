@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.plans import COPIES, SHARDED, STAGES, THREE, pipeline, plan_of, stage
+from tests.fits import Make, attempt, check, each, fit, refused
+from tests.plans import COPIES, SHARDED, STAGES, THREE, TURNED, pipeline, plan_of, stage
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import Make, check, fit_each, refused
 from tests.runtime.steps.layer_modules import (
     Catches,
     Free,
@@ -21,7 +21,7 @@ from tests.runtime.steps.layer_modules import (
 pytestmark = pytest.mark.dist
 
 SHARED = plan_of(pipeline(stage([0, 1], 0, 1), stage([2, 3], 1, 3)))
-TURNED = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
+IN_TURN = (TURNED, STAGES) * 3
 PAIR = {"num_microbatches": 1}
 MIXING = {"allow_mixing": True}
 """Losses of layers and routers are of a micro-batch."""
@@ -34,10 +34,10 @@ def of(module: Any, *kinds: Any) -> list[Make]:
 def test_layers_may_change_shape_and_dtype_of_the_hidden_state(pool: ProcessPool) -> None:
     how: dict[str, Any] = {"parts": 2, "options": MIXING}
     kinds = of(HandsOn, "pool", "width", "ragged", "returned", "handed on")
-    check(pool, kinds, STAGES, THREE, rtol=1e-5, **how)
-    check(pool, of(HandsOn, "dtype"), STAGES, THREE, rtol=1e-2, **how)
-    check(pool, of(Catches, "plain"), STAGES, rtol=1e-5, **how)
-    check(pool, of(HandsOn, "cached"), STAGES, rtol=1e-5, later=TURNED, **how)
+    check(pool, *each(kinds, STAGES, THREE, **how))
+    check(pool, *each(of(HandsOn, "dtype"), STAGES, THREE, **how), rtol=1e-2)
+    check(pool, *each(of(Catches, "plain"), STAGES, **how))
+    check(pool, *each(of(HandsOn, "cached"), STAGES, later=IN_TURN, **how))
 
 
 UNFIT = {
@@ -56,9 +56,9 @@ def test_layers_that_stages_can_not_carry_are_refused(pool: ProcessPool) -> None
 
 
 def test_routers_logits_of_all_layers_reach_the_loss(pool: ProcessPool) -> None:
-    how: dict[str, Any] = {"parts": 2, "options": MIXING, "rtol": 1e-5}
-    check(pool, of(Router, "mixtral"), SHARED, **how)
-    check(pool, of(Router, "qwen3_moe"), THREE, **how)
+    how: dict[str, Any] = {"parts": 2, "options": MIXING}
+    check(pool, *each(of(Router, "mixtral"), SHARED, **how))
+    check(pool, *each(of(Router, "qwen3_moe"), THREE, **how))
 
 
 FREE = of(Free, "reused", "each twice", "chosen", "first dropped", "last dropped", "none")
@@ -66,7 +66,7 @@ FREE += of(Free, "nested", "by hand", "two passes")
 
 
 def test_layers_that_are_no_chain_train_in_plans_with_one_stage_only(pool: ProcessPool) -> None:
-    check(pool, FREE, COPIES, rtol=1e-5, options={"num_microbatches": 2})
+    check(pool, *each(FREE, COPIES, options={"num_microbatches": 2}))
     kinds = of(Free, "reused", "chosen", "first dropped", "last dropped", "nested")
     refused(pool, dict.fromkeys(kinds, "a plan whose pipelines have one stage"), STAGES)
 
@@ -79,7 +79,7 @@ LATE = of(Outer, "heads by batch", "read in layers", "looked at", "loss from the
 def test_parameters_outside_the_layers_are_there_wherever_a_step_reads_them(
     pool: ProcessPool, *, evaluates: bool
 ) -> None:
-    check(pool, EARLY + LATE, STAGES, rtol=1e-5, evaluates=evaluates)
+    check(pool, *each(EARLY + LATE, STAGES, evaluates=evaluates))
     # Only the stage in the middle lacks it, and every rank is told so.
     kinds = {"read in layers": "Layer 1 takes parameter shift"}
     kinds["looked at"] = "item needs parameter embed.weight"
@@ -96,9 +96,9 @@ def test_steps_may_compute_with_parameters_that_a_rank_has_whole(pool: ProcessPo
     parts = (pipeline(stage(r, 0, 3), num_microbatches=2 - r) for r in range(2))
     copies = plan_of(*parts)
     for ownership in ("even", "holders"):
-        how: dict[str, Any] = {"options": {"ownership": ownership}, "rtol": 1e-5}
-        check(pool, of(Penalised, "before", "behind"), copies, **how)
-    check(pool, of(Penalised, 2), STAGES, rtol=1e-5)
+        how: dict[str, Any] = {"options": {"ownership": ownership}}
+        check(pool, *each(of(Penalised, "before", "behind"), copies, **how))
+    check(pool, *each(of(Penalised, 2), STAGES))
     first, second, third = of(Penalised, "before", "behind", 0)
     refused(pool, dict.fromkeys((first, second, third), "needs parameter model."), STAGES)
     cut = {"tp_plan": {"layers.*.0": "colwise_gather_output"}}
@@ -112,10 +112,10 @@ def test_buffers_are_those_of_a_single_device_whoever_computes_their_layer(
     pool: ProcessPool,
 ) -> None:
     kinds = of(Keeps, "counts", "unversioned", "mean", "norms", "cache")
-    check(pool, kinds, STAGES, options=PAIR)
-    check(pool, kinds, STAGES, options=PAIR, later=TURNED)
-    check(pool, of(Keeps, "counts", "unversioned", "cache"), COPIES, options=PAIR)
-    check(pool, of(Keeps, "cache"), STAGES)
+    check(pool, *each(kinds, STAGES, options=PAIR))
+    check(pool, *each(kinds, STAGES, options=PAIR, later=IN_TURN))
+    check(pool, *each(of(Keeps, "counts", "unversioned", "cache"), COPIES, options=PAIR))
+    check(pool, *each(of(Keeps, "cache"), STAGES))
 
 
 def test_buffers_that_follow_what_a_micro_batch_holds_are_refused_unless_that_is_wanted(
@@ -126,7 +126,12 @@ def test_buffers_that_follow_what_a_micro_batch_holds_are_refused_unless_that_is
     refused(pool, dict.fromkeys(kinds, told), STAGES)
     for kind, text in {"mean": told, "frequencies": told, "norms": told}.items():
         refused(pool, dict.fromkeys(of(Keeps, kind), text), COPIES, options=PAIR)
-    how = {"options": {**PAIR, **MIXING}}
-    (first,), (second,) = pool.run(fit_each, 2, of(Keeps, "norms"), COPIES, how)
-    assert first["seen"] == second["seen"]
-    assert first["metrics"] == second["metrics"]
+    cases = each(of(Keeps, "norms"), COPIES, options={**PAIR, **MIXING})
+    (first,), (second,) = pool.run(attempt, 2, *cases)
+    assert first.seen == second.seen
+    assert first.logged == second.logged
+    (case,) = each(of(Keeps, "norms"), STAGES, options=MIXING)
+    alone = pool.run_alone(fit, case.on_single_device()).weights
+    for found in pool.run(fit, 2, case):
+        for name in (name for name in alone if "num_batches" in name):
+            assert found.weights[name] == alone[name] > 0, "it counts iterations"

@@ -8,42 +8,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.fits import Make, Outcome, assert_same, attempt, check, each, fit, refused, warnings_of
 from tests.plans import ALONE, COPIES, STAGES
 from tests.processes import ProcessPool
-from tests.runtime.step_cases import (
-    PLANS,
-    ROWS,
-    Make,
-    TinyModule,
-    check,
-    fit_each,
-    known_of,
-    refused,
-    same,
-    train,
-)
+from tests.toy import ROWS, Rows, TinyModule
 
 pytestmark = pytest.mark.dist
 
+PLANS = {"stages": STAGES, "copies": COPIES}
 
-def each(logits: Tensor, labels: Tensor) -> Tensor:
+
+def of_each(logits: Tensor, labels: Tensor) -> Tensor:
     """Return the loss of each target, of samples in rows."""
     return F.cross_entropy(logits.mT, labels, reduction="none")
 
 
 class Summed(TinyModule):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return 0.01 * each(logits, labels).sum()
+        return 0.01 * of_each(logits, labels).sum()
 
 
 class MaskedByHand(TinyModule):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return each(logits, labels).sum() / (labels != -100).sum()
+        return of_each(logits, labels).sum() / (labels != -100).sum()
 
 
 class SizesByNumpy(TinyModule):
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return each(logits, labels).sum() / np.prod(labels.shape)
+        return of_each(logits, labels).sum() / np.prod(labels.shape)
 
 
 class Counted(MaskedByHand):
@@ -55,14 +47,14 @@ class ByConstant(TinyModule):
     """A sum over a number that isn't the batch's: it is a sum."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return each(logits, labels).sum() / 50
+        return of_each(logits, labels).sum() / 50
 
 
 class OfSamples(TinyModule):
     """A mean over samples, though these have unequal numbers of targets."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return (each(logits, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
+        return (of_each(logits, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).mean()
 
 
 class OfNextTokens(TinyModule):
@@ -70,7 +62,7 @@ class OfNextTokens(TinyModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids, labels = batch
-        return each(self.model(ids)[:, :-1], labels[:, 1:]).sum() / (labels[:, 1:] != -100).sum()
+        return of_each(self.model(ids)[:, :-1], labels[:, 1:]).sum() / (labels[:, 1:] != -100).sum()
 
 
 class CalledALot(TinyModule):
@@ -95,7 +87,7 @@ GOOD += [ByConstant, OfSamples, OfNextTokens, CalledALot]
 
 
 def test_losses_count_as_on_one_device(pool: ProcessPool) -> None:
-    check(pool, GOOD, STAGES, COPIES)
+    check(pool, *each(GOOD, STAGES, COPIES))
 
 
 class Contrasts(TinyModule):
@@ -161,24 +153,20 @@ def test_samples_that_meet_are_refused_on_every_rank_unless_that_is_wanted(
     told[TargetsOfItsOwn] = "NaN for a part of a micro-batch"
     told[DeclaredWrong] = "num_target_tokens of the module, as it is declared to be"
     refused(pool, told, STAGES, COPIES)
-    wanted = {"options": {"allow_mixing": True}}
-    for plan in PLANS.values():
-        for found in pool.run(fit_each, 2, [Contrasts], plan, wanted):
-            assert len(found[0]["losses"]) == 4
-        for found in pool.run(fit_each, 2, [MixedUp], plan):
-            assert len(found[0]["losses"]) == 4
+    wanted = each([Contrasts], STAGES, COPIES, options={"allow_mixing": True})
+    for rank in pool.run(attempt, 2, *wanted, *each([MixedUp], STAGES, COPIES)):
+        assert [len(found.losses) for found in rank] == [4] * 4
 
 
 def test_what_is_declared_is_checked(pool: ProcessPool) -> None:
-    check(pool, [Summed], STAGES, COPIES, options={"loss_reduction": "sum"})
+    check(pool, *each([Summed], STAGES, COPIES, options={"loss_reduction": "sum"}))
     wrong = {"loss_reduction": "mean"}
     refused(pool, {Summed: "as it is declared to be"}, STAGES, COPIES, options=wrong)
 
 
 @pytest.mark.parametrize("make", [Contrasts, Centres, Dice])
-def test_a_batch_that_nothing_cuts_needs_no_weights(make: Make) -> None:
-    alone, found = (train(make, plan, options={"num_microbatches": 1}) for plan in (None, ALONE))
-    same(known_of(found), known_of(alone))
+def test_a_batch_that_nothing_cuts_needs_no_weights(pool: ProcessPool, make: Make) -> None:
+    check(pool, *each([make], ALONE, num_microbatches=1))
 
 
 class MaskedMean(Counted):
@@ -186,14 +174,30 @@ class MaskedMean(Counted):
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         mask = labels != -100
-        return (each(logits, labels.clamp(min=0)) * mask).sum() / mask.sum()
+        return (of_each(logits, labels.clamp(min=0)) * mask).sum() / mask.sum()
 
 
 class GuardedMean(TinyModule):
     """The same, which says 0 where no target counts."""
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return each(logits, labels).sum() / (labels != -100).sum().clamp(min=1)
+        return of_each(logits, labels).sum() / (labels != -100).sum().clamp(min=1)
+
+
+class HasNothing(TinyModule):
+    """Chooses its targets; one micro-batch, which the first check leaves out, has none."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids, labels = batch
+        is_last = (ids[0] == HasNothing.last_row).all()
+        return self.loss(self.model(ids), torch.where(is_last, -100, labels))
+
+    last_row = Rows(ROWS).ids[-1]
+
+
+def test_a_loss_that_is_a_mean_over_nothing_where_targets_count_is_told(pool: ProcessPool) -> None:
+    told, _ = pool.run(warnings_of, 2, *each([HasNothing], STAGES, num_microbatches=ROWS))
+    assert "An iteration's loss is NaN, though its gradients are finite" in told
 
 
 class RandomlyEmpty(MaskedMean):
@@ -211,19 +215,24 @@ class RandomlyEmpty(MaskedMean):
         return self.count
 
 
+def is_finite(found: Outcome) -> bool:
+    return all(np.isfinite(value).all() for value in found.weights.values())
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_micro_batches_without_targets_add_exactly_nothing(pool: ProcessPool, plan: str) -> None:
     # Two rows of four have no targets: the first micro-batches have none at all.
-    (some,) = check(pool, [MaskedMean], PLANS[plan], num_empty=2)[0]
+    ((some, *_),) = check(pool, *each([MaskedMean], PLANS[plan], num_empty=2))
     # Without any in an iteration momentum and weight decay go on, and the loss is what it is.
-    check(pool, [TinyModule, GuardedMean], PLANS[plan], num_empty=ROWS)
-    expected = pool.run_alone(fit_each, [TinyModule], None, {"num_empty": ROWS})[0]
-    for (found,) in pool.run(fit_each, 2, [MaskedMean], PLANS[plan], {"num_empty": ROWS}):
-        same(found, expected)
+    check(pool, *each([TinyModule, GuardedMean], PLANS[plan], num_empty=ROWS))
+    own, like = (each([make], PLANS[plan], num_empty=ROWS)[0] for make in (MaskedMean, TinyModule))
+    expected = pool.run_alone(fit, like.on_single_device())
+    for found in pool.run(fit, 2, own):
+        assert_same(found, expected)
     # In the last of ten epochs the rows are those of the first again.
-    (left_out,) = check(pool, [RandomlyEmpty], PLANS[plan], max_epochs=10)[0]
+    ((left_out, *_),) = check(pool, *each([RandomlyEmpty], PLANS[plan], max_epochs=10))
     for known in (left_out, some):
-        assert all(np.isfinite(value).all() for value in known["weights"].values())
+        assert is_finite(known)
 
 
 class Overflowing(TinyModule):
@@ -240,8 +249,8 @@ def test_gradients_that_are_not_finite_are_refused_on_every_rank_or_left_out(
 ) -> None:
     told = "Gradients of batch 1 in epoch 0 aren't finite … ranks [0, 1] made them"
     refused(pool, {Overflowing: told}, STAGES)
-    for plan in (STAGES, COPIES):
-        skips = {"options": {"nonfinite_gradients": "skip"}}
-        for (found,) in pool.run(fit_each, 2, [Overflowing], plan, skips):
-            assert all(np.isfinite(value).all() for value in found["weights"].values())
-            assert len(found["losses"]) == 4
+    skips = each([Overflowing], STAGES, COPIES, options={"nonfinite_gradients": "skip"})
+    for rank in pool.run(attempt, 2, *skips):
+        for found in rank:
+            assert is_finite(found)
+            assert len(found.losses) == 4
