@@ -16,7 +16,7 @@ columns of least reduced cost; pipelines that run few micro-batches are valued b
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -27,9 +27,8 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Pool, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
 from lightning_hetero.planner.pace import deal
-from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
-from lightning_hetero.planner.splitting import best_layers
+from lightning_hetero.planner.splitting import best_layers, cut_stages, turned_stages
 
 __all__ = ["Master", "Mix"]
 
@@ -55,8 +54,6 @@ _WHOLE = 200
 """Number of columns of least reduced cost from which the integer programme chooses."""
 _NODES = 60
 """Largest number of nodes of its branch and bound, which takes half a second."""
-_FEW_BLOCKS = 3
-"""Number of blocks of equal stages up to which all orders of a pipeline's blocks are tried."""
 _MOVED = 6
 """Number of columns of least reduced cost whose layers are moved between stages."""
 _WAITING = 0.02
@@ -324,17 +321,15 @@ class Master:
     def _find_moved(self, column: Column, count: int) -> Column:
         """Return the column with the order of stages and the layers that end `count` soonest."""
         times, found = self.times[column.size], [column]
-        turned, (rate,) = _turned(column.options), times.rates(found)
+        every, (rate,) = turned_stages(column.options), times.rates(found)
         own_s = times.stage_s(column.options)[np.arange(len(column.layers)), column.layers]
         computes_s = float(own_s.sum() + (count - 1) * own_s.max())
         if rate is not None and rate.ends_s(count) > computes_s * (1 + _WAITING):
             known, limits = times.stages.index.keys(), times.stages.limits
-            cut = [row for row in _cut(column.options) if known >= {*row}]
-            turned += [row for row in cut if (times.uses(row) <= limits).all()]
-        every = best_layers(
-            times, [(Column(options, (), column.size), count) for options in turned]
-        )
-        for options, layers in zip(turned, every, strict=True):
+            cut = [row for row in cut_stages(column.options) if known >= {*row}]
+            every += [row for row in cut if (times.uses(row) <= limits).all()]
+        bare = [(Column(options, (), column.size), count) for options in every]
+        for options, layers in zip(every, best_layers(times, bare), strict=True):
             if layers:
                 found.append(column._replace(options=options, layers=layers))
         ends_s = [rate.ends_s(count) if rate else np.inf for rate in times.rates(found)]
@@ -376,32 +371,6 @@ class Master:
                 high_s = middle_s
                 found.append(self._mix(_counts(pool, x * (value > 0))))
         return [*filter(None, found)]
-
-
-def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
-    """Return stages with the blocks of equal ones in other orders; many are turned round."""
-    blocks = [tuple(block) for _, block in itertools.groupby(options)]
-    orders: Iterable[Sequence[tuple[Option, ...]]] = (
-        itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]
-    )
-    every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
-    return list(every)
-
-
-def _cut(options: tuple[Option, ...]) -> Iterator[tuple[Option, ...]]:
-    """Yield stages with one halved, or joined to the next, on the same devices.
-
-    Of equal stages in a row it is the first, the middle or the last one.
-    """
-    start = 0
-    for (kind, degree), block in itertools.groupby(options):
-        last = start + len(tuple(block)) - 1
-        for place in sorted({start, (start + last) // 2, last}):
-            before, after = options[:place], options[place + 1 :]
-            yield (*before, *[Option(kind, degree // 2)] * 2, *after)
-            if after and after[0].node_class == kind:
-                yield (*before, Option(kind, degree + after[0].tp_degree), *after[1:])
-        start = last + 1
 
 
 def _counts(pool: Pool, x: IntArray) -> dict[Column, int]:
