@@ -48,6 +48,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.runtime.ranks.failure import AgreedExit
 from lightning_hetero.strategy.run import note, run_of
 
 __all__ = ["LayerwiseCheckpoint"]
@@ -325,9 +326,10 @@ class LayerwiseCheckpoint(Checkpoint):
         self._live = LiveSteps()
 
     @override
-    def on_exception(self, *_: Any) -> None:
-        # Don't wait for unfinished writes: other ranks may be gone, and a restart is due.
-        self._let_go()
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        # Don't wait for unfinished writes: other ranks may be gone, and a restart is due. If this
+        # rank leaves alone, the others go on in its folders.
+        self._let_go(goes_on=isinstance(exception, AgreedExit) and exception.code == 0)
         self._live = LiveSteps()
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
