@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero import HeteroStrategy
 from lightning_hetero.autoplan.out_of_memory import MemoryWatch
 from lightning_hetero.callbacks import (
     LayerwiseCheckpoint,
@@ -22,15 +22,10 @@ from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models.batches import AssignedBatch
 from tests.data.dynamic_runs import LENGTHS, Candidates, Module
 from tests.data.rows import Rows
+from tests.plans import UNEQUAL
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 DEVICE = KNOWN_DEVICES["T4"]
-PLAN = {
-    "pipelines": [
-        {"stages": [{"ranks": [0], "layers": [0, 3]}]},
-        {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 3]}]},
-    ]
-}
 
 
 class Record(L.Callback):
@@ -77,7 +72,7 @@ def train_with_all(rank, folder):
     data = HeteroDataModule(Rows(LENGTHS), seed=2, num_ahead=0, **sizes)
     # The record stands behind the metrics, whose clock it has read when it is its turn.
     callbacks = [
-        Candidates([PLAN]),
+        Candidates([UNEQUAL]),
         StragglerMonitor(events=None),
         RunMetrics(),
         record,
@@ -88,7 +83,7 @@ def train_with_all(rank, folder):
         patch.setattr(run_metrics, "describe_device", lambda _: DEVICE)
         options = quiet(devices=3, callbacks=callbacks, logger=logger)
         options |= {"max_epochs": 1, "log_every_n_steps": 2, "enable_checkpointing": True}
-        trainer = L.Trainer(**options, strategy=HeteroStrategy(plan=ParallelPlan.from_dict(PLAN)))
+        trainer = L.Trainer(**options, strategy=HeteroStrategy(UNEQUAL))
         trainer.fit(Module(3), datamodule=data)
     return record.iterations, logger.rows
 

@@ -18,12 +18,9 @@ from torch.utils.data import (
 )
 
 from tests.fits import attempt, each
-from tests.plans import Plan, pipeline, plan_of, stage
+from tests.plans import CHAIN, TRIPLE, Plan
 from tests.processes import ProcessPool
 from tests.toy import Rows, TinyModule
-
-STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
-COPIES = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
 
 
 class Shuffles(Sampler[int]):
@@ -94,7 +91,7 @@ def fit_all(rank: int, plan: Plan) -> dict[str, Any]:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("plan", [STAGES, COPIES], ids=["stages", "copies"])
+@pytest.mark.parametrize("plan", [CHAIN, TRIPLE], ids=["stages", "copies"])
 def test_ranks_that_read_different_data_are_refused(pool: ProcessPool, plan: Plan) -> None:
     for found in pool.run(fit_all, 3, plan):
         assert len(found.pop("alike").losses) == 2 * ceil(8 / len(plan["pipelines"]))

@@ -215,7 +215,7 @@ def test_the_command_reads_compressed_json_lines_and_says_what_to_do(tmp_path, c
     [
         ('{"step": 0}', "has no column rank"),
         ("", "no column"),
-        ('{"step": 0}\nnonsense', "Line 2 is no JSON"),
+        ('{"step": 0}\nnonsense', "Line 2 isn't JSON"),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(tmp_path, text, reason):

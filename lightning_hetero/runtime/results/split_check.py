@@ -1,7 +1,7 @@
 """Judge by gradients how the losses of a micro-batch's halves combine into its own loss.
 
 A micro-batch m and its halves a and b run through the step. Let G be the gradients of their losses
-with respect to a few small parameters in the last layer and behind it. The check finds the weights
+with respect to a few small parameters in the last layer and after it. The check finds the weights
 for which
 
     G_m = w_a · G_a + w_b · G_b.
