@@ -78,6 +78,20 @@ def test_gradients_that_aren_t_sums_of_dense_ones_are_refused(
         trainer.fit(module, loader(4, 2))
 
 
+class TakesLoader(ToyModule):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_takes_a_loader_is_refused_and_a_plan_is_there_in_runs_only() -> None:
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(ConfigurationError, match="takes a dataloader_iter"):
+        trainer.fit(TakesLoader(ToyOptions()), loader(4, 2))
+    with pytest.raises(ConfigurationError, match="only while a run is on"):
+        _ = HeteroStrategy().plan
+
+
 class RunsCode:
     """What a crafted file holds: reading it back makes a file."""
 
