@@ -22,7 +22,7 @@ _log = logging.getLogger(__name__)
 def append_event(path: Path, event: str, **fields: Any) -> None:
     """Append an event at once, as a line of its own, even after an incomplete line.
 
-    If the disk is full, the line is lost, with a warning; the run goes on.
+    If the disk is full, or gone, the line is lost, with a warning; the run goes on.
 
     Args:
         path: The file; it and its folder are created if they don't exist.
@@ -31,18 +31,16 @@ def append_event(path: Path, event: str, **fields: Any) -> None:
     """
     entry = {"event": event, "at_s": time.time(), **fields}
     line = json.dumps(_plain(entry)).encode() + b"\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
     try:
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            line = b"\n" + line
-        # One call, so that lines of several processes don't mix.
-        os.write(descriptor, line)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+b", buffering=0) as file:
+            size = file.tell()
+            if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                line = b"\n" + line
+            # One call, so that lines of several processes don't mix.
+            file.write(line)
     except OSError as error:
         _log.warning("%s lacks a line that couldn't be written: %s", path, error)
-    finally:
-        os.close(descriptor)
 
 
 def read_entries(path: str | Path) -> Iterator[tuple[int, Any]]:

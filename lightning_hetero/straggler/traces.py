@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -20,8 +20,20 @@ from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.reading import build, readable
 
-__all__ = ["Layout", "OperationTrace", "grouped", "read_operations", "trace_files"]
+__all__ = [
+    "Layout",
+    "OperationTrace",
+    "grouped",
+    "groups_of",
+    "low_median",
+    "read_operations",
+    "trace_files",
+]
 
+_Array = TypeVar("_Array", IntArray, FloatArray)
+
+_LONGEST_FORWARD_S = 20.0
+"""A trace in which a forward takes longer has its times in milliseconds or smaller units."""
 _NEEDED = ("step", "rank", "dp_rank", "stage", "optype", "start_ts", "duration", "mb_id")
 
 
@@ -40,13 +52,17 @@ class OperationTrace:
     kinds: tuple[str, ...]
     start_s: FloatArray
     end_s: FloatArray
+    unit_s: float = 1.0
+    """The unit in which the trace gave times, in seconds."""
+    num_left_out: int = 0
+    """Number of the trace's steps that are incomplete."""
 
     @classmethod
     def from_columns(cls, columns: dict[str, Any]) -> "OperationTrace":
         """Make a trace of columns by name.
 
         Raises:
-            ConfigurationError: A column is missing, or there is no operation.
+            ConfigurationError: A column is missing, or no step is complete.
         """
         missing = [name for name in _NEEDED if name not in columns]
         if missing:
@@ -56,8 +72,9 @@ class OperationTrace:
             )
         if not len(columns["step"]):
             raise ConfigurationError("The trace holds no operation.")
-        start = _numbers(columns, "start_ts", float)
-        end = start + _numbers(columns, "duration", float)
+        start, duration = (_numbers(columns, name, float) for name in ("start_ts", "duration"))
+        unit_s = _unit_s(duration, np.asarray(columns["optype"], str) == "forward-compute")
+        start, end = start * unit_s, (start + duration) * unit_s
         if not np.isfinite(end).all() or (end < start).any():
             raise ConfigurationError("A start or duration in the trace is negative or not finite.")
         step, rank, pipeline, stage, microbatch = (
@@ -65,14 +82,17 @@ class OperationTrace:
         )
         if min(int(column.min()) for column in (rank, pipeline, stage)) < 0:
             raise ConfigurationError("A rank, dp_rank or stage in the trace is below 0.")
-        chunk = np.maximum(np.asarray(columns.get("mc", np.zeros(len(start))), np.int64), 0)
+        chunk = np.maximum(_numbers({"mc": step * 0, **columns}, "mc", np.int64), 0)
         kinds, kind = np.unique(np.asarray(columns["optype"], str), return_inverse=True)
         # Where each pipeline is one rank, its stages send nothing.
         has_stages = len(np.unique(stage)) > 1 and len(np.unique(rank)) > len(np.unique(pipeline))
         _check_kinds(set(map(str, kinds)), has_stages=has_stages)
         order = np.lexsort((end, start, rank, step))
+        _check_stages(pipeline, stage)
+        is_of = {str(name): kind == index for index, name in enumerate(kinds)}
+        order = order[_are_complete(step, pipeline, stage, chunk, is_of)[order]]
         return cls(
-            step=np.unique(step, return_inverse=True)[1][order],
+            step=np.unique(step[order], return_inverse=True)[1],
             rank=rank[order],
             pipeline=pipeline[order],
             stage=stage[order],
@@ -82,6 +102,8 @@ class OperationTrace:
             kinds=tuple(map(str, kinds)),
             start_s=start[order],
             end_s=end[order],
+            unit_s=unit_s,
+            num_left_out=len(np.unique(step)) - len(np.unique(step[order])),
         )
 
     def __len__(self) -> int:
@@ -96,7 +118,67 @@ def _numbers(columns: dict[str, Any], name: str, dtype: Any) -> Any:
     try:
         return np.asarray(columns[name], dtype)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"Column {name} holds something that is no number.") from error
+        raise ConfigurationError(f"Column {name} has a value that isn't a number.") from error
+
+
+def _unit_s(duration: FloatArray, is_forward: BoolArray) -> float:
+    """Return the unit of a trace's times, in seconds: the largest in which forwards are short."""
+    forward = float(np.median(duration[is_forward])) if is_forward.any() else 0.0
+    return next((unit for unit in (1.0, 1e-3, 1e-6) if forward * unit <= _LONGEST_FORWARD_S), 1e-9)
+
+
+def _check_stages(pipeline: IntArray, stage: IntArray) -> None:
+    """Refuse a trace that lacks a stage.
+
+    Raises:
+        ConfigurationError: It does.
+    """
+    for index in np.unique(pipeline).tolist():
+        found = np.unique(stage[pipeline == index])
+        if found[-1] != len(found) - 1:
+            raise ConfigurationError(
+                f"Of pipeline {index} the trace has stages {', '.join(map(str, found))}, but not "
+                "all from 0 on. Give the operations of one rank of each stage."
+            )
+
+
+def _are_complete(
+    step: IntArray,
+    pipeline: IntArray,
+    stage: IntArray,
+    chunk: IntArray,
+    kinds: dict[str, BoolArray],
+) -> BoolArray:
+    """Return which operations are of complete steps: no log ended early, and no row was lost.
+
+    Raises:
+        ConfigurationError: No step is complete.
+    """
+    steps, step = np.unique(step, return_inverse=True)
+    run, num_stages = grouped(step, pipeline), int(stage.max()) + 1
+    lacks = np.zeros(int(run.max()) + 1, bool)
+
+    def counts(name: str, to: IntArray) -> IntArray:
+        place = run * num_stages + to % num_stages
+        number = np.bincount(place[kinds.get(name, step < 0)], minlength=len(lacks) * num_stages)
+        return number.reshape(len(lacks), num_stages)
+
+    for name, hop in (("forward", 1), ("backward", -1)):
+        sent, received = counts(f"{name}-send", stage + hop), counts(f"{name}-recv", stage)
+        lacks |= (sent != received).any(axis=1)
+    for part in np.unique(chunk).tolist():
+        for name in ("forward-compute", "backward-compute"):
+            kinds["part"] = kinds.get(name, step < 0) & (chunk == part)
+            number = counts("part", stage)
+            lacks |= ((number > 0) & (number < number.max(axis=1, keepdims=True))).any(axis=1)
+    is_complete: BoolArray = ~np.isin(step, step[lacks[run]])
+    if not is_complete.any():
+        raise ConfigurationError(
+            f"None of the trace's {len(steps)} steps is complete: stages of a pipeline have "
+            "different numbers of forwards or backwards, or sends without receives. Give all rows "
+            "of one rank of each stage."
+        )
+    return is_complete
 
 
 def _check_kinds(kinds: set[str], *, has_stages: bool) -> None:
@@ -125,6 +207,22 @@ def grouped(*keys: IntArray) -> IntArray:
         number = number * (int(values.max(initial=0)) + 1) + values
     numbers: IntArray = np.unique(number, return_inverse=True)[1]
     return numbers
+
+
+def low_median(values: FloatArray, group: IntArray) -> FloatArray:
+    """Return the lower median of each group."""
+    order = np.lexsort((values, group))
+    sizes = np.bincount(group)
+    first = np.cumsum(sizes) - sizes
+    medians: FloatArray = values[order[first + (sizes - 1) // 2]]
+    return medians
+
+
+def groups_of(part: IntArray, whole: _Array) -> _Array:
+    """Return what each group has, given the group of every operation and what that has."""
+    found = np.empty(int(part.max(initial=-1)) + 1, whole.dtype)
+    found[part] = whole
+    return found
 
 
 @readable
@@ -202,6 +300,6 @@ def _json_lines(path: Path) -> dict[str, Any]:
                 try:
                     rows.append(json.loads(line))
                 except ValueError as error:
-                    raise ConfigurationError(f"Line {number} is no JSON: {error}") from error
+                    raise ConfigurationError(f"Line {number} isn't JSON: {error}") from error
     names = [name for name in (*_NEEDED, "mc") if rows and name in rows[0]]
     return {name: [row[name] for row in rows] for name in names}

@@ -21,7 +21,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.straggler.replay import BACKWARD, FORWARD, TRANSFERS, Replay
-from lightning_hetero.straggler.traces import Layout, OperationTrace, grouped
+from lightning_hetero.straggler.traces import Layout, OperationTrace, grouped, groups_of, low_median
 
 __all__ = ["Cause", "Explanation", "answer", "explain"]
 
@@ -33,7 +33,7 @@ _WORTH_SAYING = 1.02
 _SECOND_SHARE = 0.2
 _SLOW, _SLOW_LINK = 1.1, 1.3
 """Factors above which a rank (unless by chance) and a link are slow."""
-_STANDARD_ERRORS = 4.0
+_STANDARD_ERRORS = 5.0
 _VARIED = 0.1
 """Micro-batches differ in length if the median difference of their costs is above this share."""
 _PAUSE, _PAUSED_GAP = 1.5, 0.25
@@ -125,14 +125,14 @@ def explain(trace: OperationTrace) -> Explanation:
 
 def _even(replay: Replay) -> FloatArray:
     """Return own times under a perfect balance: the same computation in total, evenly spread."""
-    trace = replay.trace
-    own_s = replay.own_s.copy()
+    trace, kinds = replay.trace, grouped(replay.kind)
+    usual_s = low_median(replay.own_s, kinds)
     for kind, name in enumerate(trace.kinds):
-        ops = np.flatnonzero(trace.kind == kind)
         if name in (*FORWARD, *BACKWARD):
-            own_s[ops] = replay.own_s[ops].mean()
-        else:
-            own_s[ops] = 0.0 if name == "gc" else np.median(replay.own_s[ops])
+            usual_s[kind] = replay.own_s[: len(trace)][trace.kind == kind].mean()
+        elif name == "gc":
+            usual_s[kind] = 0.0
+    own_s: FloatArray = usual_s[kinds]
     return own_s
 
 
@@ -177,7 +177,7 @@ class _Parts:
         self._paused[ops] = self._rest[ops] > _PAUSE
         place = grouped(trace.kind, trace.stage)
         self.usual_gap_s = np.zeros(len(own))
-        self.usual_gap_s[:count] = _low_median(replay.gap_s[:count], place)[place]
+        self.usual_gap_s[:count] = low_median(replay.gap_s[:count], place)[place]
         least_s = _PAUSED_GAP * float(np.median(own[ops])) if len(ops) else np.inf
         self._paused_gap = replay.gap_s - self.usual_gap_s > least_s
 
@@ -185,17 +185,17 @@ class _Parts:
         """Attribute to the rank, not to a pause, what slows all of its operations in a step."""
         trace = self._replay.trace
         group = grouped(trace.step[ops], trace.rank[ops])
-        slow = _low_median(self._rest[ops], group)
-        slow[(slow < _PAUSE) | (np.bincount(group) <= _FEW)] = 1.0
-        self._rank[ops] *= slow[group]
-        self._rest[ops] /= slow[group]
+        slow = _significant(self._rest[ops], group, np.zeros_like(ops))
+        slow[np.bincount(group)[group] <= _FEW] = 1.0
+        self._rank[ops] *= slow
+        self._rest[ops] /= slow
 
     def _compare_links(self) -> None:
         """Set the factors of links that are slower than other links."""
         ops = np.flatnonzero((self._link_of >= 0) & (self.base_s > 0))
         if len(ops):
             number = self._link_of[ops]
-            ratio = _low_median(self._replay.own_s[ops] / self.base_s[ops], number)
+            ratio = low_median(self._replay.own_s[ops] / self.base_s[ops], number)
             ratio[ratio < _SLOW_LINK] = 1.0
             self._link[ops] = ratio[number]
 
@@ -221,39 +221,25 @@ class _Parts:
                     untried = np.where(ops, untried / factor, untried)
                     yield _Suspect(kind, names[index], ops, np.where(ops, factor, 1.0))
         everything, extra_s = np.ones(len(rank), bool), replay.gap_s - self.usual_gap_s
+        rest = np.maximum(self._rest, 1e-9)
         paused_s = np.bincount(by_rank, np.where(self._paused, replay.own_s, 0.0))
         mostly = paused_s.max() > 0.8 * paused_s.sum() > 0.0
         yield _Suspect(
             "pauses",
             int(ranks[paused_s.argmax()]) if mostly else None,
             everything,
-            np.where(self._paused, self._rest, 1.0),
-            self._pause_s,
+            np.ones(len(rank)),
+            # A pause takes as long whatever it interrupts.
+            self._pause_s + np.where(self._paused, replay.own_s * (1.0 - 1.0 / rest), 0.0),
             np.where(self._paused_gap, extra_s, 0.0),
         )
         yield _Suspect(
             "other",
             None,
             everything,
-            np.where(self._paused, 1.0, np.maximum(self._rest, 1e-9)) * untried,
+            np.where(self._paused, 1.0, rest) * untried,
             gap_s=np.where(self._paused_gap, 0.0, extra_s),
         )
-
-
-def _low_median(values: FloatArray, group: IntArray) -> FloatArray:
-    """Return the lower median of each group."""
-    order = np.lexsort((values, group))
-    sizes = np.bincount(group)
-    first = np.cumsum(sizes) - sizes
-    medians: FloatArray = values[order[first + (sizes - 1) // 2]]
-    return medians
-
-
-def _groups_of(part: IntArray, whole: IntArray) -> IntArray:
-    """Return the larger group of each smaller one, given both of every operation."""
-    found = np.empty(int(part.max(initial=-1)) + 1, np.int64)
-    found[part] = whole
-    return found
 
 
 def _take_apart(
@@ -265,44 +251,57 @@ def _take_apart(
     by_rank = grouped(like, trace.rank[ops])
     microbatch = grouped(trace.step[ops], pipeline, trace.microbatch[ops])
     several_stages = len(np.unique(trace.stage[ops])) > 1
-    length = np.ones(len(ops))
+    length, slow = np.ones((2, len(ops)))
     for _ in range(3 if several_stages else 1):
-        by_ranks = _low_median(own / length, by_rank)
-        typical = _low_median(by_ranks, _groups_of(by_rank, like))
+        by_ranks = low_median(own / length, by_rank)
+        typical = low_median(by_ranks, groups_of(by_rank, like))
         if several_stages:
-            length = _low_median(own / typical[like], microbatch)[microbatch]
-    slow = _low_median(own / (typical[like] * length), by_rank)[by_rank]
-    if several_stages:
-        # Something that slows a whole pipeline looks like long micro-batches.
-        first_of = np.unique(microbatch, return_index=True)[1]
-        pipelines = grouped(pipeline)
-        each, of = length[first_of], pipelines[first_of]
-        whole = np.ones(int(pipelines.max()) + 1)
-        if np.median(np.abs(each / _low_median(each, of)[of] - 1.0)) <= _VARIED:
-            whole[of] = _significant(each, of, np.zeros_like(of))
-        length, slow = length / whole[pipelines], slow * whole[pipelines]
-    else:
-        slow = _significant(own / typical[like], by_rank, like)
+            length = low_median(own / (typical[like] * slow), microbatch)[microbatch]
+            slow = low_median(own / (typical[like] * length), by_rank)[by_rank]
+        else:
+            slow = _significant(own / typical[like], by_rank, like)
+        slow[slow < _SLOW] = 1.0
+    length = _lengths(own / (typical[like] * slow), microbatch)
+    # Something that slows a whole pipeline, or its only stage in a step, looks like long
+    # micro-batches.
+    whole_of = grouped(pipeline) if several_stages else grouped(trace.step[ops], pipeline)
+    first_of = np.unique(microbatch, return_index=True)[1]
+    each, of = length[first_of], whole_of[first_of]
+    if not several_stages or np.median(np.abs(each / low_median(each, of)[of] - 1)) <= _VARIED:
+        whole = groups_of(of, _significant(each, of, np.zeros_like(of)))[whole_of]
+        length, slow = length / whole, slow * whole
     # A rank is slow in all its operations.
     rank = grouped(trace.rank[ops])
     together = np.bincount(rank, own) / np.bincount(rank, own / slow)
     slow = np.where(together[rank] >= _SLOW, slow, 1.0)
-    if not several_stages:
-        length = _low_median(own / (typical[like] * slow), microbatch)[microbatch]
     mean = float(length.mean())
-    kinds = _groups_of(like, kind)
+    kinds = groups_of(like, kind)
     per_kind = np.bincount(kinds, typical) / np.maximum(np.bincount(kinds), 1)
     return per_kind[kind] * mean, typical[like] / per_kind[kind], length / mean, slow
 
 
+def _lengths(values: FloatArray, microbatch: IntArray) -> FloatArray:
+    """Return the factor of each operation's micro-batch, as far as it isn't noise."""
+    usual = low_median(values, microbatch)[microbatch]
+    near = values <= usual * (1.0 + 1e-3 + 4.0 * float(np.median(np.abs(values / usual - 1.0))))
+    number = np.bincount(microbatch, near)
+    found: FloatArray = (np.bincount(microbatch, values * near) / number)[microbatch]
+    noise = float(np.mean((values[near] / found[near] - 1.0) ** 2)) / number.mean()
+    spread = float(np.var(found / found.mean()))
+    found += (found.mean() - found) * min(1.0, noise / max(spread, 1e-12))
+    return found
+
+
 def _significant(values: FloatArray, group: IntArray, like: IntArray) -> FloatArray:
-    """Return the factor of a group above comparable ones; 1 if it may be chance."""
-    medians = _low_median(values, group)
-    like_of = _groups_of(group, grouped(like))
-    ratio = medians / _low_median(medians, like_of)[like_of]
-    spread = _low_median(np.abs(values / medians[group] - 1.0), group) * 1.4826
+    """Return the factor of a group above comparable ones; 1 if it is no exception or by chance."""
+    medians = low_median(values, group)
+    like_of = groups_of(group, grouped(like))
+    ratio = medians / low_median(medians, like_of)[like_of]
+    spread = low_median(np.abs(values / medians[group] - 1.0), group) * 1.4826
     error = 1.2533 * spread / np.sqrt(np.bincount(group))
-    ratio[(ratio < _SLOW) | (ratio - 1.0 < _STANDARD_ERRORS * error * np.sqrt(2.0))] = 1.0
+    usual = 1.4826 * low_median(np.abs(ratio - 1.0), like_of)[like_of]
+    least = _STANDARD_ERRORS * np.maximum(usual, error * np.sqrt(2.0))
+    ratio[(ratio < _SLOW) | (ratio - 1.0 < least)] = 1.0
     return ratio[group]
 
 
@@ -335,14 +334,13 @@ def _link_names(trace: OperationTrace) -> tuple[IntArray, tuple[str, ...]]:
 
 def _typical_s(replay: Replay, ops: IntArray) -> FloatArray:
     """Return the median own time of transfers and collectives of a kind, and of barriers."""
-    trace, behind = replay.trace, replay.barriers
-    kind = np.r_[trace.kind, len(trace.kinds) + trace.kind[behind]][ops]
+    trace, kind = replay.trace, replay.kind[ops]
     stage, pipeline = (replay.of_all(column)[ops] for column in (trace.stage, trace.pipeline))
     transfer = np.isin(kind, np.flatnonzero(np.isin(trace.kinds, TRANSFERS)))
     # Of transfers, links are comparable; of the others, stages.
     place = grouped(kind, stage, np.where(transfer, pipeline, 0))
-    kind_of = _groups_of(place, grouped(kind))
-    typical = _low_median(_low_median(replay.own_s[ops], place), kind_of)
+    kind_of = groups_of(place, grouped(kind))
+    typical = low_median(low_median(replay.own_s[ops], place), kind_of)
     return typical[kind_of[place]]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.exchange.messages import SideStream
-from lightning_hetero.runtime.exchange.parcels import PushedParcels
+from lightning_hetero.runtime.exchange.pushed_parcels import PushedParcels
 from tests.accelerator import device, streams
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 

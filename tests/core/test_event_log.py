@@ -1,7 +1,6 @@
 """Laws of a run's log: whoever dies while writing it costs a line, and nobody else's."""
 
 import json
-import os
 import time
 
 from lightning_hetero.core.event_log import append_event, read_entries
@@ -54,13 +53,14 @@ def test_a_line_that_a_crash_has_torn_costs_neither_the_rest_nor_what_comes_afte
     ]  # fmt: skip
 
 
-def test_a_disk_that_is_full_costs_a_line_and_not_the_run(tmp_path, monkeypatch, caplog):
-    def full(descriptor, line):
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "write", full)
-        append_event(tmp_path / "log", "started")
-    append_event(tmp_path / "log", "ended")
-    assert names(tmp_path / "log") == ["ended"]
+def test_a_disk_that_is_full_or_gone_costs_a_line_and_not_the_run(tmp_path, caplog):
+    path, folder = tmp_path / "log", tmp_path / "file"
+    path.symlink_to("/dev/full")
+    folder.touch()
+    append_event(path, "started")
+    append_event(folder / "log", "started")
+    path.unlink()
+    append_event(path, "ended")
+    assert names(path) == ["ended"]
     assert "No space left" in caplog.text
+    assert "File exists" in caplog.text

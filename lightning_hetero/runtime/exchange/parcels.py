@@ -6,10 +6,9 @@ under NCCL sends nothing to a peer that gets nothing). Messages tell which peer 
 gloo they are quicker for a few ranks.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,7 +20,6 @@ from lightning_hetero.exchange.transfers import Unit
 from lightning_hetero.runtime.exchange.messages import (
     ExchangeOptions,
     split_works,
-    sum_dtype,
     wait_for_all,
 )
 from lightning_hetero.runtime.slices.host_memory import end_to_end
@@ -32,7 +30,7 @@ from lightning_hetero.runtime.slices.weights import (
     narrow_rows,
 )
 
-__all__ = ["Parcel", "Parcels", "Part", "PulledParcels", "PushedParcels"]
+__all__ = ["Parcel", "ParcelUnit", "Parcels", "Part", "PulledParcels", "SentRows", "split_line"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +101,7 @@ def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
 
 
 @dataclass
-class _Sent:
+class SentRows:
     """Rows that this rank sends, and the peers that all get these same rows."""
 
     peers: list[int]
@@ -111,7 +109,7 @@ class _Sent:
 
 
 @dataclass(eq=False)
-class _ParcelUnit:
+class ParcelUnit:
     """This rank's side of one unit's exchanges: what it sends, receives and copies locally."""
 
     unit: Unit
@@ -139,14 +137,14 @@ class _ParcelUnit:
     def _spec(self, part: Part) -> ParameterSpec:
         return self.unit.specs[part.index]
 
-    def _exchange(self, sent: Sequence[_Sent]) -> None:
+    def _exchange(self, sent: Sequence[SentRows]) -> None:
         """Post sends and receives."""
         if self.group is None:
             self._exchange_messages(sent)
         else:
             self._exchange_together(self.group, sent)
 
-    def _exchange_messages(self, sent: Sequence[_Sent]) -> None:
+    def _exchange_messages(self, sent: Sequence[SentRows]) -> None:
         group, operations = self.options.group, []
         # Receives first: gloo sends at once what a peer waits for, without a round trip.
         for parcel in self.parcels.arriving:
@@ -162,7 +160,7 @@ class _ParcelUnit:
             works = dist.batch_isend_irecv(operations)
             self._receives, self._sends = split_works(operations, works)
 
-    def _exchange_together(self, group: dist.ProcessGroup, sent: Sequence[_Sent]) -> None:
+    def _exchange_together(self, group: dist.ProcessGroup, sent: Sequence[SentRows]) -> None:
         rows = {peer: item.rows for item in sent for peer in item.peers}
         leaving = [row for peer in sorted(rows) for row in rows[peer]]
         given = self._packed(leaving) if leaving else self._empty(0)
@@ -192,9 +190,7 @@ class _ParcelUnit:
 
     def _take(self, parcel: Parcel, like: Sequence[Tensor]) -> list[Tensor]:
         """Return an arrived parcel's parts, in the shapes of `like`, and free its buffer."""
-        arrived = self._arrived.pop(parcel.source)
-        parts = _unflatten_dense_tensors(arrived, like)  # type: ignore[no-untyped-call]
-        return list(parts)
+        return split_line(self._arrived.pop(parcel.source), like)
 
     def _wait_for_arrivals(self) -> None:
         if not self.parcels.arriving:
@@ -212,19 +208,24 @@ class _ParcelUnit:
         self._arrived.clear()
 
 
+def split_line(line: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a line's elements, shaped like some tensors."""
+    return list(_unflatten_dense_tensors(line, like))  # type: ignore[no-untyped-call]
+
+
 @dataclass
 class _Views:
     """Views into slices and compute weights, which never move in memory, so are made once."""
 
     copies: list[tuple[Tensor, Tensor]]
     """(target, source) of rows that are both owned and held here."""
-    sending: list[_Sent]
+    sending: list[SentRows]
     """What is sent; peers that need the same rows share one buffer."""
     targets: list[list[Tensor]]
     """The rows that the parts of each arriving parcel fill."""
 
 
-class PulledParcels(_ParcelUnit):
+class PulledParcels(ParcelUnit):
     """A unit whose weights arrive from their owners as parcels."""
 
     @cached_property
@@ -236,10 +237,10 @@ class PulledParcels(_ParcelUnit):
 
     @cached_property
     def _views(self) -> _Views:
-        sending: dict[tuple[Part, ...], _Sent] = {}
+        sending: dict[tuple[Part, ...], SentRows] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
-                sending[parcel.parts] = _Sent([], [*map(self._of_slice, parcel.parts)])
+                sending[parcel.parts] = SentRows([], [*map(self._of_slice, parcel.parts)])
             sending[parcel.parts].peers.append(parcel.destination)
         return _Views(
             copies=[
@@ -277,116 +278,3 @@ class PulledParcels(_ParcelUnit):
         self._wait_for_arrivals()
         for parcel, targets in zip(self.parcels.arriving, self._views.targets, strict=True):
             torch._foreach_copy_(targets, self._take(parcel, targets))
-
-
-_Places = list[tuple[nn.Parameter, int, int, int]]
-"""For each part of a parcel the weight that this rank holds, and which rows of its gradient are
-taken: cut dim, first row, number of rows."""
-
-
-class _Summand(NamedTuple):
-    """One of the parcels that an owner adds up.
-
-    It arrives from a peer, or is made of this rank's own gradients.
-    """
-
-    parcel: Parcel
-    names: list[str]
-    """The parameter of each part."""
-    like: list[Tensor]
-    """Tensors on the meta device, shaped like the parts."""
-    places: _Places | None
-    """Where the rows are in this rank's own gradients; None if the parcel arrives from a peer."""
-
-
-class PushedParcels(_ParcelUnit):
-    """A unit whose gradients go to their owners as parcels."""
-
-    @property
-    def leaving(self) -> set[str]:
-        """The parameters whose gradients leave this rank."""
-        return self._names(self.parcels.leaving)
-
-    def post(self) -> None:
-        """Post the gradients that leave this rank, which must be final; others needn't be."""
-        self._exchange([_Sent([peer], _gradients(places)) for peer, places in self._leaving])
-
-    @cached_property
-    def _leaving(self) -> list[tuple[int, _Places]]:
-        """For each parcel that leaves, its destination and the gradients that it takes."""
-        return [(item.destination, self._places_of(item)) for item in self.parcels.leaving]
-
-    def _places_of(self, parcel: Parcel) -> _Places:
-        specs = ((self._spec(part), *part.held) for part in parcel.parts)
-        shards = self.weights.shards
-        return [(shards[spec.name], spec.cut_dim, a, b - a) for spec, a, b in specs]
-
-    @cached_property
-    def _summands(self) -> list[_Summand]:
-        """All parcels that arrive or are kept, in order of pipeline, then rank."""
-        found = []
-        for parcel in self.parcels.summed:
-            names = [self._spec(part).name for part in parcel.parts]
-            like = [self._kept_rows(self.store.masters, part) for part in parcel.parts]
-            shapes = [torch.empty(rows.shape, device="meta") for rows in like]
-            is_own = parcel.source == self.store.global_rank
-            found.append(
-                _Summand(parcel, names, shapes, self._places_of(parcel) if is_own else None)
-            )
-        return found
-
-    def wait(self) -> None:
-        """Wait for the other holders' gradients."""
-        self._wait_for_arrivals()
-
-    def sum(self) -> dict[str, Tensor]:
-        """Return the gradients of what this rank keeps, summed in order of pipeline, then rank.
-
-        Where a standby must get the same sums, bit for bit, this rank's own gradients are rounded
-        like those that travel, and every sum starts from zero: 0 + -0 is 0, but -0 alone stays -0.
-        """
-        is_kept_twice = self.unit.kind.has_standbys
-        totals: dict[str, Tensor] = {}
-        for parcel, names, like, places in self._summands:
-            if places is None:
-                pieces = self._take(parcel, like)
-            else:
-                own = zip(_gradients(places), like, strict=True)
-                pieces = [i if i.ndim == rows.ndim else i.reshape(rows.shape) for i, rows in own]
-                if is_kept_twice:
-                    pieces = [piece.to(self.options.dtype) for piece in pieces]
-            into, added = [], []
-            for part, name, piece in zip(parcel.parts, names, pieces, strict=True):
-                if name not in totals:
-                    dtype = self._sum_dtypes[name]
-                    if part.is_whole_slice and not is_kept_twice:
-                        # Not used otherwise in this iteration, so it can become the sum itself.
-                        totals[name] = piece.detach().to(dtype)  # No view of what it's part of.
-                        continue
-                    shape = self.store.masters[name].shape
-                    totals[name] = torch.zeros(shape, dtype=dtype, device=piece.device)
-                into.append(self._kept_rows(totals, part))
-                added.append(piece)
-            if into:
-                torch._foreach_add_(into, added)
-        return totals
-
-    @cached_property
-    def _sum_dtypes(self) -> dict[str, torch.dtype]:
-        masters = {spec.name: self.store.masters[spec.name] for spec in self.unit.specs}
-        return {name: sum_dtype([master]) for name, master in masters.items()}
-
-    def _kept_rows(self, tensors: Mapping[str, Tensor], part: Part) -> Tensor:
-        """Return a part's rows of tensors that are shaped like this rank's slices."""
-        spec = self._spec(part)
-        own = tensors[spec.name]
-        return own if part.is_whole_slice else narrow_rows(own, spec, *part.owned)
-
-
-def _gradients(places: _Places) -> list[Tensor]:
-    """Return rows of gradients; zeros where there is none."""
-    rows = []
-    for shard, dim, first, count in places:
-        gradient = torch.zeros_like(shard) if shard.grad is None else shard.grad
-        rows.append((gradient if gradient.ndim else gradient.view(1)).narrow(dim, first, count))
-    return rows

@@ -37,7 +37,8 @@ from lightning_hetero.runtime.exchange.even import (
     ScatteredUnit,
 )
 from lightning_hetero.runtime.exchange.messages import ExchangeOptions
-from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels, PushedParcels
+from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels
+from lightning_hetero.runtime.exchange.pushed_parcels import PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, local_rows
 
 __all__ = [

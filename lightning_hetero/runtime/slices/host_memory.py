@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 __all__ = ["PinnedBlocks", "arrive_on_host", "end_to_end", "wait_for_device"]
 
@@ -61,6 +62,9 @@ def _pin(num_bytes: int) -> Tensor:
 def end_to_end(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return tensors concatenated on a device, with one dim; all are there, or all on its host."""
     if tensors[0].device == device:
+        if tensors[0].dtype is dtype:
+            line: Tensor = _flatten_dense_tensors(tensors)  # type: ignore[no-untyped-call]
+            return line.to(dtype)
         lines = [tensor if tensor.ndim == 1 else tensor.reshape(-1) for tensor in tensors]
         packed = torch.empty(sum(map(Tensor.numel, lines)), dtype=dtype, device=device)
         return torch.cat(lines, out=packed)
