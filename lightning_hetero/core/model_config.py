@@ -37,8 +37,8 @@ QUANTIZATIONS: Mapping[str, float] = {
     "float8": 8.0,
 }
 """Bits per weight, including the scales of its block: bitsandbytes' 4-bit formats with fp32 scales,
-or with scales that are quantized themselves; torchao's int4 in groups of 128; 8 bits with a scale for
-each row, which is negligible."""
+or with scales that are quantized themselves; torchao's int4 in groups of 128; 8 bits with a scale
+for each row, which is negligible."""
 
 
 @readable
