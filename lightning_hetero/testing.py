@@ -118,7 +118,7 @@ class EmulatedClock(ComputeClock):
 
 
 def emulate(strategy: HeteroStrategy) -> None:
-    """Give a strategy's rank an emulated clock, which is as slow as `emulation` says then."""
+    """Make a strategy's rank as slow as `strategy.emulation.slowdown` says at the run's set-up."""
 
     def make_clock(device: torch.device) -> EmulatedClock:
         return EmulatedClock(device, slowdown=strategy.emulation.slowdown)

@@ -43,7 +43,12 @@ NEVER_RECOMPUTED = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineCost:
-    """Latency coefficients and length limits of one pipeline.
+    """Latency coefficients and length limits of one pipeline (Hydraulis, Appendix B).
+
+    ::
+
+        cost = PipelineCost(a=1e-9, b=1e-5, c=1e-3, max_len=8192, util_len=2048, num_stages=4)
+        print(pack([4096, 512, 512], cost).microbatches)
 
     Raises:
         AssignmentError: A coefficient is negative, or a limit is below 1.

@@ -167,6 +167,10 @@ moments."""
 class AutoPlan:
     """Facts that `plan="auto"` needs but can't always detect; `"auto"` stands for all defaults.
 
+    ::
+
+        HeteroStrategy(plan=AutoPlan(sequence_length=4096, batch_size=8, tp_degrees=(1, 2)))
+
     Raises:
         ConfigurationError: A number is below 1.
     """

@@ -59,7 +59,7 @@ __all__ = ["PlanRequest", "make_plan"]
 _MAX_PROFILED_TOKENS = 4096
 _UNKNOWN_SIZES = (
     "This module's sizes are unknown (no list of layers, or layers without matrices), so nothing "
-    "was planned: every rank gets a whole model and equally many samples, however fast it is. Name "
+    "was planned: every rank gets a whole model and as many samples, however fast it is. Name "
     'the list with layers="model.blocks", or give a plan.'
 )
 

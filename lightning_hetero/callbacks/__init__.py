@@ -1,4 +1,4 @@
-"""Callbacks for Lightning's Trainer: slices in checkpoints, restarts elsewhere, stragglers."""
+"""Callbacks for Lightning's Trainer: checkpoints, restarts, stragglers, logs and metrics."""
 
 from lightning_hetero.callbacks.collect_garbage import CollectGarbage
 from lightning_hetero.callbacks.elastic import ElasticRestart

@@ -18,7 +18,7 @@ __all__ = ["CollectGarbage"]
 
 
 class CollectGarbage(Callback):
-    """Collect garbage on all ranks after every so many steps, and at no other time.
+    """Collect garbage on all ranks every `every_n_steps` steps, and at no other time.
 
     ::
 

@@ -158,7 +158,18 @@ class RunLog(Callback):
 
 
 def read_log(path: str | Path) -> Iterator[dict[str, Any]]:
-    """Yield the events that a log has so far; incomplete lines are skipped, with a warning."""
+    """Yield the events that a log has so far, oldest first.
+
+    Lines that a crash has left incomplete are skipped, with a warning. ::
+
+        steps = [e["step"] for e in read_log("events.jsonl") if e["event"] == "recovered"]
+
+    Args:
+        path: The log, which a run may still be writing.
+
+    Raises:
+        OSError: The file can't be read.
+    """
     for _, entry in read_entries(path):
         if isinstance(entry, dict):
             yield entry

@@ -59,7 +59,9 @@ def read_run(store: Store) -> str:
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{store}/{RUN_FILE} is torn: {error!r}. Delete it.") from error
     if CheckpointId.parse(CheckpointId(0, 0, run).folder) is None:
-        raise CheckpointError(f"{store}/{RUN_FILE} is torn: {run!r} is no run. Delete it.")
+        raise CheckpointError(
+            f"{store}/{RUN_FILE} is torn: {run!r} isn't a run's identity. Delete it."
+        )
     return run
 
 

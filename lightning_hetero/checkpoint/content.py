@@ -174,7 +174,7 @@ def optimizer_state_dict(
 
 @dataclass(frozen=True, slots=True)
 class SliceNeed:
-    """Rows of a parameter along `dim`, with their optimizer state."""
+    """The rows of one parameter, along `dim`, that a rank asks for with their optimizer state."""
 
     parameter: str
     shape: tuple[int, ...]

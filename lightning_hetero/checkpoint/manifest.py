@@ -89,7 +89,7 @@ class CheckpointId:
 
     @classmethod
     def parse(cls, folder: str) -> "CheckpointId | None":
-        """Return the checkpoint that a folder's name stands for; None if it is no such name."""
+        """Return the checkpoint that a folder's name stands for; None if it isn't such a name."""
         match = re.fullmatch(r"step-(\d{12,20})-(\d{6,20})(?:-([0-9a-z-]{1,64}))?", folder)
         return None if match is None else cls(int(match[1]), int(match[2]), match[3] or "")
 
@@ -234,7 +234,7 @@ class PartManifest:
         """Parse what `encode` returns.
 
         Raises:
-            CheckpointError: It is torn, altered, or of another format.
+            CheckpointError: It is torn (only partly written), altered, or of another format.
         """
         length = len(_HEAD % 0)
         text = data[length : -len(_TAIL)]

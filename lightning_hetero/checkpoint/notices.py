@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Notice:
-    """This machine will go."""
+    """The announcement that this machine will be taken away."""
 
     reason: str
     """What the provider's server said."""
@@ -42,7 +42,14 @@ class Notice:
 
 
 class PreemptionNotice(Protocol):
-    """Something that knows whether this machine will be taken away."""
+    """A source that knows whether this machine will be taken away.
+
+    Write your own for a provider that isn't here: any object with this method. ::
+
+        class FileNotice:
+            def pending(self) -> Notice | None:
+                return Notice(reason="asked to go") if Path("/run/leave").exists() else None
+    """
 
     def pending(self) -> Notice | None:
         """Return the notice, or None; OSError if nobody answers."""
@@ -76,7 +83,12 @@ class _MetadataServer:
 
 @dataclass(kw_only=True)
 class AwsSpotNotice(_MetadataServer):
-    """EC2 spot: /latest/meta-data/spot/instance-action, two minutes ahead (IMDSv2)."""
+    """Notice that AWS will interrupt this EC2 spot instance, two minutes ahead.
+
+    It polls `/latest/meta-data/spot/instance-action` of the instance's metadata (IMDSv2). ::
+
+        Trainer(callbacks=[LayerwiseCheckpoint("s3://bucket/run"), ElasticRestart(AwsSpotNotice())])
+    """
 
     base_url: str = "http://169.254.169.254"
 
@@ -99,7 +111,12 @@ class AwsSpotNotice(_MetadataServer):
 
 @dataclass(kw_only=True)
 class GcpPreemptionNotice(_MetadataServer):
-    """GCE: /computeMetadata/v1/instance/preempted turns TRUE, thirty seconds ahead."""
+    """Notice that Google will preempt this Compute Engine instance, thirty seconds ahead.
+
+    It polls `/computeMetadata/v1/instance/preempted`, which is then "TRUE". ::
+
+        Trainer(callbacks=[saving, ElasticRestart(GcpPreemptionNotice())])
+    """
 
     base_url: str = "http://metadata.google.internal"
 
@@ -112,9 +129,12 @@ class GcpPreemptionNotice(_MetadataServer):
 
 @dataclass(kw_only=True)
 class AzureScheduledEvents(_MetadataServer):
-    """Azure: Preempt and Terminate events of this machine, half a minute ahead.
+    """Notice that Azure will evict or delete this virtual machine, half a minute ahead.
 
-    Its first answer may take two minutes.
+    It polls `/metadata/scheduledevents` for Preempt and Terminate events. Azure turns these events
+    on at the first request, whose answer may take two minutes. ::
+
+        Trainer(callbacks=[saving, ElasticRestart(AzureScheduledEvents(machine="node-3"))])
     """
 
     base_url: str = "http://169.254.169.254"

@@ -65,7 +65,7 @@ _CHUNK_BYTES = 8 << 20
 
 
 class TierKind(IntEnum):
-    """Kinds of places, from the fastest to the one that survives most."""
+    """Kinds of places, from the fastest to the most lasting."""
 
     LIVE = -1
     """Memory of a rank that trains: ends with the process."""

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         type=float,
         metavar="HOURS",
-        help="free the shared memory of runs that have written nothing for so many hours",
+        help="free the shared memory of runs that have written nothing for this many hours",
     )
 
 

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Compare the predicted times and memory of two plans."
     parser.add_argument("plans", metavar="PLAN", nargs=2, help="JSON files of two plans")
     add_workload_arguments(parser, size="derived from the plans and the global batch size")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
 
 def run_compare(arguments: argparse.Namespace) -> int:

@@ -86,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", metavar="FILE", help="write the best plan to this JSON file")
     add_plot_argument(parser, "its timeline and memory")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
 
 def run_plan(arguments: argparse.Namespace) -> int:

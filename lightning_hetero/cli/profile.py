@@ -170,7 +170,7 @@ def _device(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise ProfileError(f"--device {name!r} is no device: {error}") from error
+        raise ProfileError(f"--device {name!r} isn't a device: {error}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ProfileError("--device cuda, but this machine has no CUDA device. Use --device cpu.")
     if device.type == "cuda" and name in (None, "cuda") and "LOCAL_RANK" in os.environ:

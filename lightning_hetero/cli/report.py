@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lightning_hetero.cli.run_page import render_page
 from lightning_hetero.cli.run_page.figures import charts, lanes, memory_rows, plan_rows
-from lightning_hetero.cli.run_page.story import Story, read_story
+from lightning_hetero.cli.run_page.history import RunHistory, read_history
 from lightning_hetero.core.errors import ConfigurationError
 
 __all__ = ["add_arguments", "render", "run_report"]
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the page; return the exit code."""
-    page = render(read_story(arguments.folder))
+    page = render(read_history(arguments.folder))
     try:
         arguments.output.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -49,45 +49,45 @@ def run_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def render(story: Story) -> str:
+def render(history: RunHistory) -> str:
     """Return the page as HTML.
 
     Raises:
         ConfigurationError: Jinja2 isn't installed.
     """
     plans, memory = [], []
-    for step, plan in story.plans[-_MOST_PLANS:]:
+    for step, plan in history.plans[-_MOST_PLANS:]:
         try:
-            plans.append((step, plan_rows(plan, story.nodes)))
-            memory = memory_rows(story, plan)
+            plans.append((step, plan_rows(plan, history.nodes)))
+            memory = memory_rows(history, plan)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            story.verdicts.append(f"The plan of step {step} can't be drawn: {error!r}")
-    span_s = (story.last_s or 0.0) - (story.first_s or 0.0)
+            history.verdicts.append(f"The plan of step {step} can't be drawn: {error!r}")
+    span_s = (history.last_s or 0.0) - (history.first_s or 0.0)
     return render_page(
         "page.html.j2",
-        story=story,
-        state=_STATES[story.state],
-        numbers=_numbers(story),
-        charts=charts(story),
-        lanes=lanes(story),
+        history=history,
+        state=_STATES[history.state],
+        numbers=_numbers(history),
+        charts=charts(history),
+        lanes=lanes(history),
         plans=plans,
         memory=memory,
         duration=f"{span_s:.0f} s" if span_s < 7200 else f"{span_s / 3600:.1f} h",
-        events=story.happenings[:_MOST_EVENTS],
-        left_out=max(0, len(story.happenings) - _MOST_EVENTS),
+        events=history.events[:_MOST_EVENTS],
+        left_out=max(0, len(history.events) - _MOST_EVENTS),
     )
 
 
-def _numbers(story: Story) -> list[tuple[str, str]]:
+def _numbers(history: RunHistory) -> list[tuple[str, str]]:
     """Return the few numbers at the top of the page."""
-    per_second = story.scalars.get("run/tokens_per_s")
+    per_second = history.scalars.get("run/tokens_per_s")
     found = {
-        "last step": f"{max(story.times_s):,}" if story.times_s else "",
-        "median iteration": _median(story.times_s),
-        "median predicted": _median(story.predicted_s),
+        "last step": f"{max(history.times_s):,}" if history.times_s else "",
+        "median iteration": _median(history.times_s),
+        "median predicted": _median(history.predicted_s),
         "tokens per second": f"{per_second[max(per_second)]:,.0f}" if per_second else "",
-        "ranks": str(len(story.nodes) or ""),
-        "nodes": ", ".join(sorted(set(story.nodes))),
+        "ranks": str(len(history.nodes) or ""),
+        "nodes": ", ".join(sorted(set(history.nodes))),
     }
     return [(name, text) for name, text in found.items() if text]
 

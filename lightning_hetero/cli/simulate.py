@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_workload_arguments(parser, size="derived from the plan and the global batch size")
     add_plot_argument(parser, "the timeline")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+    parser.add_argument("--json", action="store_true", help="print JSON, not a table")
 
 
 def run_simulate(arguments: argparse.Namespace) -> int:

@@ -105,7 +105,8 @@ class Assignment:
     plan_index: int
     """Index of the plan among the candidates."""
     microbatches: tuple[tuple[tuple[int, ...], ...], ...]
-    """For each pipeline its micro-batches, each as the indices of its samples."""
+    """For each pipeline its micro-batches, each as the indices of its samples: ((0, 2), (1,)) is
+    two micro-batches of one pipeline."""
     latency_s: float
     """Estimated seconds of the iteration's forward and backward passes."""
 

@@ -231,7 +231,7 @@ class Cluster:
 
     @classmethod
     def from_yaml(cls, text: str, *, measured: Sequence[DeviceSpec] = ()) -> Self:
-        """Parse a YAML text; ClusterError if it is no YAML or no valid cluster."""
+        """Parse a YAML text; ClusterError if it isn't YAML or isn't a valid cluster."""
         data = parse_yaml(text, "cluster", ClusterError)
         return cls.from_dict(data, measured=measured)
 

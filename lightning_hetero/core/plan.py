@@ -29,7 +29,12 @@ __all__ = ["ParallelPlan", "PipelinePlan", "StagePlan"]
 
 @readable
 class StagePlan:
-    """A run of consecutive layers on one tensor-parallel group."""
+    """A run of consecutive layers on one tensor-parallel group.
+
+    ::
+
+        StagePlan(ranks=(2, 3), layers=range(8, 16))  # layers 8 to 15, each on ranks 2 and 3
+    """
 
     ranks: tuple[int, ...]
     """Global ranks of the tensor-parallel group, in order of `tp_rank`."""
@@ -75,7 +80,15 @@ class StagePlan:
 
 @readable
 class PipelinePlan:
-    """One model replica: stages that cover every layer once and in order."""
+    """One model replica: stages that cover every layer once and in order.
+
+    ::
+
+        PipelinePlan(stages=(first, second), num_microbatches=8)  # two `StagePlan`s
+
+    Raises:
+        PlanError: There are no stages, or they skip or repeat layers.
+    """
 
     stages: tuple[StagePlan, ...]
     """Stages in the order in which activations flow. If a group of ranks runs several of them, its

@@ -250,8 +250,8 @@ def _remedy(key: str, missing: list[str]) -> str:
     longer = [name for name in sorted(_KEYS) if key and name.startswith(f"{key}_")]
     close = longer or difflib.get_close_matches(key, missing or _KEYS, n=1)
     if close:
-        return f"Did you mean {close[0]} by {show(key)}?"
-    return f"Take {show(key)} away{' and add ' if missing else ''}{', '.join(missing)}."
+        return f"Did you mean {close[0]} instead of {show(key)}?"
+    return f"Remove {show(key)}{' and add ' if missing else ''}{', '.join(missing)}."
 
 
 class MeasureUnit(StrEnum):

@@ -66,7 +66,7 @@ def read_text(path: str | Path, what: str, error: type[HeteroError]) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
     except UnicodeDecodeError as problem:
-        raise error(f"Can't read the {what} {path}: it is no UTF-8 text.") from problem
+        raise error(f"Can't read the {what} {path}: it isn't UTF-8 text.") from problem
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise error(f"Can't read the {what} {path}: {reason}.") from problem
@@ -129,7 +129,7 @@ def _mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number of JSON's")
+    raise ValueError(f"{name} isn't a number in JSON")
 
 
 class _Loader(yaml.SafeLoader):

@@ -34,7 +34,7 @@ class Candidates:
         if not sizes or sizes != wanted:
             raise ConfigurationError(
                 f"The candidate plans have {wanted} pipelines but costs are given for {sizes}. "
-                "Give one cost a pipeline of every plan, and at least one plan."
+                "Give a cost for each pipeline of each plan, and at least one plan."
             )
 
     @classmethod
@@ -68,7 +68,7 @@ class Candidates:
         """
         if not slowdowns or min(slowdowns) <= 0:
             raise ConfigurationError(
-                f"The slowdowns are {list(slowdowns)}; give one a rank, each above 0."
+                f"The slowdowns are {list(slowdowns)}; give one for each rank, above 0."
             )
 
         def factor(plan_index: int, pipeline_index: int) -> float:
@@ -122,7 +122,7 @@ def assumed_costs(
 
 
 def fill_empty(assignment: Assignment) -> Assignment:
-    """Give each empty pipeline a sample of the fullest one: every rank of DDP needs a batch.
+    """Give each empty pipeline a sample of the fullest one, since every rank of DDP needs a batch.
 
     A pipeline's micro-batches are merged into one, because such a rank runs one batch per step.
 

@@ -1,8 +1,8 @@
 """Decide which samples an iteration takes, independently of its plan and the number of ranks.
 
-An epoch is a seeded shuffle of all samples, cut into a fixed number of iterations with about
-equally many tokens. There are ⌈all tokens / tokens_per_step⌉ of them, cut where the running sum of
-tokens is nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average,
+An epoch is a seeded shuffle of all samples, cut into a fixed number of iterations with about the
+same number of tokens. There are ⌈all tokens / tokens_per_step⌉ of them, cut where the running sum
+of tokens is nearest to even parts. So an iteration has at most `tokens_per_step` tokens on average,
 and differs from the even part by less than the longest sample; no epoch has a small last iteration,
 and `len` is the same in every epoch. A run's position is the number of samples consumed in that
 order: a *cursor*, which depends neither on plans nor on ranks or workers.
@@ -149,7 +149,7 @@ class EpochOrder:
         if len(self.lengths) < max(min_samples, 1):
             raise ConfigurationError(
                 f"The dataset has {len(self.lengths)} samples but an iteration needs at least "
-                f"{max(min_samples, 1)}, one a rank. Use fewer ranks or more samples."
+                f"{max(min_samples, 1)}, one for each rank. Use fewer ranks or more samples."
             )
         wanted = -(-int(self.lengths.sum()) // tokens_per_step)
         self._num_iterations = min(wanted, len(self.lengths) // max(min_samples, 1))

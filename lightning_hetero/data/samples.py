@@ -158,7 +158,7 @@ def _checked(lengths: ArrayLike, num_samples: int) -> IntArray:
     if array.shape != (num_samples,) or not np.issubdtype(array.dtype, np.integer):
         raise ConfigurationError(
             f"Lengths have shape {array.shape} and type {array.dtype} but the dataset has "
-            f"{num_samples} samples; give one integer a sample."
+            f"{num_samples} samples; give one integer for each."
         )
     if array.min() < 1:
         raise ConfigurationError(

@@ -112,7 +112,7 @@ class StreamOrder:
         if len(group) < self._min_samples:
             raise ConfigurationError(
                 f"What is left of the stream are {len(group)} samples but an iteration needs "
-                f"{self._min_samples}, one a rank. Use fewer ranks or a longer stream."
+                f"{self._min_samples}, one for each rank. Use fewer ranks or a longer stream."
             )
 
     def _pieces(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Divide ownership among ranks by their capacity, such that owners are holders as far as possible.
+"""Divide ownership among ranks by their capacity, so that owners are holders as far as possible.
 
 A unit is a set of parameters with the same holders: a layer, or all layers between two neighbouring
 stage boundaries. First each pipeline's holders claim the pipeline's share of a unit, as far as

@@ -101,9 +101,9 @@ def find_standbys(
     """Return the standby of each rank, on another node if there is one.
 
     Ranks with the same kind of device are standbys for each other if they are on several nodes,
-    since they have equally much memory and round in the same way. All other ranks are so together,
-    or, if they are all on one node, ranks of other nodes are their standbys in turn. See
-    `_half_a_row_away`.
+    since they have the same memory and round in the same way. All other ranks are standbys for each
+    other, too, or, if they are all on one node, ranks of other nodes are their standbys in turn.
+    See `_half_a_row_away`.
 
     ::
 

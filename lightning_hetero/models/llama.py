@@ -25,7 +25,15 @@ __all__ = ["HeteroLM", "LMConfig", "LMLayer"]
 
 @dataclass(frozen=True, kw_only=True)
 class LMConfig:
-    """Sizes of the reference model."""
+    """Sizes of the reference model.
+
+    ::
+
+        model = HeteroLM(LMConfig(vocab_size=256, hidden_size=64, num_layers=4, num_heads=4))
+
+    Raises:
+        ConfigurationError: A size is below 1, or the numbers of heads don't divide.
+    """
 
     vocab_size: int
     """Number of token ids."""

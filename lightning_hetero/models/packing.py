@@ -281,7 +281,7 @@ def _own_labels(sample: Any, index: int, row: Tensor) -> Tensor:
     if len(labels) != len(sample["input_ids"]):
         raise BatchError(
             f"Sample {index} has {len(sample['input_ids'])} tokens but {len(labels)} labels. Give "
-            "one label a token, -100 where it is no target."
+            "one label for each token, -100 if it isn't a target."
         )
     return labels
 

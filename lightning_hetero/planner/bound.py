@@ -61,7 +61,7 @@ def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:
                 high_s = time_s
             if high_s < low_s * (1 + _CLOSE):
                 break
-            # In a time shorter by some factor, about so many fewer samples are finished.
+            # The number of finished samples is about proportional to the time.
             next_s = time_s * bound.total / most * (1 - _CLOSE / 4) if most else 0.0
             if step >= _GUESSES or not low_s * (1 + _CLOSE / 4) < next_s < high_s:
                 next_s = (low_s + high_s) / 2

@@ -139,7 +139,7 @@ class ColumnTimes:
         return [self._known[column] for column in columns]
 
     def _rate(self, columns: Sequence[Column]) -> None:
-        """Rate columns with equally many stages."""
+        """Rate columns that have the same number of stages."""
         layers = np.array([column.layers for column in columns])
         places, hops_s = self._together(columns)
         index = *places[:3], layers
@@ -163,7 +163,7 @@ class ColumnTimes:
     def ends_s(
         self, columns: Sequence[Column], splits: Sequence[IntArray], count: int
     ) -> list[FloatArray]:
-        """Return when columns with equally many stages end; infinite if layers don't fit.
+        """Return when columns with the same number of stages end; infinite if layers don't fit.
 
         Args:
             columns: Columns, whose own layers are ignored.
@@ -187,7 +187,7 @@ class ColumnTimes:
     def _finish_s(
         self, places: _Places, hops_s: FloatArray, layers: IntArray, count: int
     ) -> tuple[FloatArray, FloatArray]:
-        """Return [columns] slopes, and ends of so many micro-batches."""
+        """Return [columns] slopes, and when `count` micro-batches have ended."""
         index = places.end, places.option, layers
         forward_s = self.stages.work_s[(0, *index)]
         total_s = self.table.total_s[(*places[:3], layers)]

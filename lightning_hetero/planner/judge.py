@@ -35,7 +35,7 @@ class Judge:
     Args:
         stages: Times and memory by size of micro-batches.
         idle_may_own: Whether ranks without layers may own states.
-        equally: Whether all pipelines have equally many micro-batches.
+        equally: Whether all pipelines have the same number of micro-batches.
     """
 
     def __init__(

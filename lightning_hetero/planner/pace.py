@@ -34,7 +34,7 @@ class Pace:
     """Exact ends of 1, 2, ... micro-batches, if pipelines run few."""
 
     def ends_s(self, count: int) -> float:
-        """Return when so many micro-batches have ended."""
+        """Return when `count` micro-batches have ended."""
         if count <= len(self.early_s):
             return self.early_s[count - 1]
         return self.fill_s + self.slope_s * count

@@ -40,7 +40,14 @@ class PlannedCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningResult:
-    """Ranked plans and how good the best one is."""
+    """The plans of a search, the best one first, and a bound on all plans.
+
+    ::
+
+        result = plan(cluster, ModelSpec.load("llama-7b"), workload)
+        result.best.plan.save("plan.json")
+        print(f"{result.tokens_per_s:.0f} tokens/s, at most {result.gap:.1%} from the best plan")
+    """
 
     candidates: tuple[PlannedCandidate, ...]
     """Best first; at least one."""

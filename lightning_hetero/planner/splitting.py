@@ -22,7 +22,8 @@ _LEVELS, _LOOSEST = 24, 12.0
 _MOVES = 3
 """Most times that layers are moved after that."""
 _FEW_STAGES = 10
-"""In pipelines of up to so many stages any two exchange layers; in longer ones only neighbours."""
+"""In pipelines of up to this many stages any two exchange layers; in longer ones only neighbours
+do."""
 _AT_ONCE = 16
 """Pipelines whose splits are timed in one call; more need memory and gain no time."""
 
@@ -30,7 +31,7 @@ _AT_ONCE = 16
 def best_layers(
     times: ColumnTimes, wanted: Iterable[tuple[Column, int]]
 ) -> list[tuple[int, ...] | None]:
-    """Return layers for columns that run so many micro-batches; None for one that doesn't fit.
+    """Return layers for columns and their micro-batches; None for one that doesn't fit.
 
     Args:
         times: Times of the columns' stages and messages.
@@ -56,7 +57,7 @@ def best_layers(
 def _improved(
     times: ColumnTimes, columns: list[Column], balanced: list[IntArray], count: int
 ) -> list[tuple[int, ...]]:
-    """Return layers for columns with equally many stages."""
+    """Return layers for columns that have the same number of stages."""
     best, best_s = list(balanced), [np.inf] * len(columns)
     tried = [_for_bottlenecks(times, *pair) for pair in zip(columns, balanced, strict=True)]
     active = list(range(len(columns)))

@@ -186,7 +186,7 @@ class Stages:
 
     @cached_property
     def rows(self) -> list[tuple[int, int, int]]:
-        """(class, degree, limit): so many groups of that degree fit into the nodes of the class.
+        """(class, degree, limit): at most `limit` groups of that degree fit into the class's nodes.
 
         A stage of degree g takes ⌊g / degree⌋ of them. Degree 1 counts devices.
         """
@@ -276,7 +276,7 @@ class Stages:
             return [share, cost.usable_bytes(shape.device), spared * tokens, saved * tokens]
 
         def measure(function: Callable[[StageShape], list[float]], count: int) -> FloatArray:
-            """Return [values, ends, options, 1, 1] of stages with so many layers."""
+            """Return [values, ends, options, 1, 1] of stages with `count` layers."""
             rows = [
                 [function(self.shape(o, count, first=first, last=last)) for o in self.options]
                 for first, last in ENDS

@@ -25,8 +25,12 @@ class Objective(StrEnum):
 class Workload:
     """One iteration: equal sequences in equal micro-batches.
 
+    ::
+
+        Workload(sequence_length=4096, global_batch_size=256)  # 256 micro-batches of one sequence
+
     Raises:
-        PlanningError: A size is no whole number above 0, or micro-batches don't divide the batch.
+        PlanningError: A size isn't a whole number above 0, or micro-batches don't divide the batch.
     """
 
     sequence_length: int
@@ -42,7 +46,8 @@ class Workload:
         if self.global_batch_size % self.sequences_per_microbatch:
             raise PlanningError(
                 f"A global batch of {self.global_batch_size} sequences can't be cut into "
-                f"micro-batches of {self.sequences_per_microbatch}. Choose a divisor."
+                f"micro-batches of {self.sequences_per_microbatch}. Choose a divisor of "
+                f"{self.global_batch_size}."
             )
 
     @property
@@ -65,8 +70,12 @@ class Workload:
 class PlanningOptions:
     """How to search.
 
+    ::
+
+        plan(cluster, model, workload, PlanningOptions(objective="cost", tp_degrees=(1, 2)))
+
     Raises:
-        PlanningError: An option is no whole number above 0, or the objective isn't known.
+        PlanningError: An option isn't a whole number above 0, or the objective isn't known.
     """
 
     objective: Objective = Objective.THROUGHPUT
@@ -160,7 +169,7 @@ def _check_tp_degree(cost: CostModel, degree: int) -> None:
     if model.num_heads % degree:
         raise PlanningError(
             f"TP degree {degree} doesn't divide the {model.num_heads} heads of {model.name}. Ask "
-            "for a divisor."
+            f"for degrees that divide {model.num_heads}."
         )
 
 

@@ -52,7 +52,7 @@ _MOST_MOVED = 36
 """In problems with up to this many passes, single passes are moved as well; in larger ones the
 orders are near the best without."""
 _WORTH = 1.01
-"""More room is used only if the schedule is shorter by at least this factor."""
+"""More room is used only if it makes the schedule shorter by at least this factor."""
 _WEIGHT_SHARE = 0.5
 """Share of a backward that W takes: both products of a linear layer take the same time."""
 _KINDS = {FORWARD: ActionKind.FORWARD, INPUT: ActionKind.INPUT, WEIGHT: ActionKind.WEIGHT}

@@ -39,7 +39,14 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulation:
-    """Times, memory and bottleneck of one iteration of a plan."""
+    """Times, memory and bottleneck of one iteration of a plan.
+
+    ::
+
+        batches = split_batch(plan, global_batch_size=64, sequence_length=4096)
+        found = simulate(plan, RooflineCost(cluster, model), batches)
+        print(found.iteration_time_s, found.bottleneck, found.fits)
+    """
 
     iteration_time_s: float
     """Seconds from the first pull to the end of the last optimizer step."""

@@ -142,7 +142,7 @@ class PipelineWork:
         return self.memory_holding([self._held_tokens(index) for index in range(len(self.shapes))])
 
     def memory_holding(self, held: Sequence[int]) -> tuple[MemoryTerms, ...]:
-        """Return the peak of each stage's ranks if the stages hold so many tokens at once."""
+        """Return the peak of each stage's ranks if each stage holds `held` tokens at once."""
         longest = max(map(sum, set(self.microbatches)), default=0)
         found = []
         for index, (shape, owned) in enumerate(zip(self.shapes, self._owned, strict=True)):

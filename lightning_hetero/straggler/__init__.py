@@ -1,4 +1,4 @@
-"""Find stragglers and decide what to do about them (Greyhound).
+"""Find stragglers (slow devices, hosts and links) and decide what to do about them (Greyhound).
 
 `record()` watches any job, and `lightning-hetero stragglers` reads its recordings. `record` is
 imported at first use, because it needs torch and the other names don't.

@@ -66,6 +66,14 @@ def is_event_log(path: str | Path) -> bool:
 def read_times(path: str | Path) -> IterationTimes:
     """Return the iterations that are found in a file.
 
+    ::
+
+        times = read_times("stragglers/rank0.jsonl").times_s
+        slow = [event for event in find_changes(times) if isinstance(event, ChangeEvent)]
+
+    Args:
+        path: Iteration times, a torch profiler's trace, or a dump of NCCL's flight recorder.
+
     Raises:
         ConfigurationError: The file is of no known kind, or nothing in it repeats.
     """
@@ -80,7 +88,14 @@ def read_times(path: str | Path) -> IterationTimes:
 
 
 def find_changes(times_s: Sequence[float]) -> list[Event]:
-    """Return events of all iterations, each followed by the change that it completes, if any."""
+    """Detect lasting changes of the iteration time.
+
+    Args:
+        times_s: Seconds of each iteration, oldest first.
+
+    Returns:
+        An `IterationEvent` for each, followed by a `ChangeEvent` if it completes a change.
+    """
     detector = BocdDetector()
     events: list[Event] = []
     for step, time_s in enumerate(times_s):
@@ -116,7 +131,7 @@ def _listed(content: bytes, path: str | Path) -> IterationTimes:
             time_s = math.nan
         if not 0 <= time_s < 1e9:
             raise ConfigurationError(
-                f"{path}, line {number}: {show(cell)} is no number of seconds, 0 or more. "
+                f"{path}, line {number}: {show(cell)} isn't a number of seconds, 0 or more. "
                 f"{_wanted(path)}"
             )
         times_s.append(time_s)
@@ -130,7 +145,7 @@ def _listed(content: bytes, path: str | Path) -> IterationTimes:
 def _wanted(path: str | Path) -> str:
     return (
         f"{path} must be an event log of StragglerMonitor, a torch profiler's trace, an NCCL "
-        "flight recorder's dump, or a list of seconds, one a line, such as "
+        "flight recorder's dump, or a list of seconds, one per line, such as "
         "lightning_hetero.straggler.record() writes."
     )
 
@@ -146,7 +161,7 @@ def _unpickle(content: bytes, path: str | Path) -> Any:
     try:
         return _PlainUnpickler(io.BytesIO(content)).load()
     except Exception as error:
-        # Bytes that are no pickle lead the unpickler into any exception.
+        # On bytes that aren't a pickle the unpickler may raise any exception.
         raise ConfigurationError(
             f"{path} can't be read as a flight-recorder pickle: {str(error)[:200]}. Dump it as "
             "JSON instead."

@@ -55,7 +55,7 @@ class FindingKind(StrEnum):
 
 
 class Mitigation(StrEnum):
-    """Greyhound's four steps, cheapest first."""
+    """The steps against a straggler, cheapest first: Greyhound's S1 to S4, and S2b."""
 
     IGNORE = "S1"
     """Do nothing."""
@@ -70,14 +70,14 @@ class Mitigation(StrEnum):
 
 
 class DecisionKind(StrEnum):
-    """What the caller has to do."""
+    """What the ranks have to do about a mitigation."""
 
     KEEP = "keep"
     """Nothing changes."""
     APPLY = "apply"
     """Take the step now, between two iterations."""
     UNDO = "undo"
-    """Return to the plan without a mitigation."""
+    """Return to the plan from before the fault."""
 
 
 @readable

@@ -263,7 +263,11 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyConfig:
-    """Initial estimates of the steps' costs, used until these are measured; and the allowed steps.
+    """Which mitigations are allowed, and what each is thought to cost until it has been measured.
+
+    ::
+
+        StragglerMonitor(policy=PolicyConfig(allowed=(Mitigation.IGNORE, Mitigation.REBALANCE)))
 
     Raises:
         ConfigurationError: A cost isn't positive.

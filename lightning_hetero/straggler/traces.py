@@ -118,7 +118,7 @@ def _numbers(columns: dict[str, Any], name: str, dtype: Any) -> Any:
     try:
         return np.asarray(columns[name], dtype)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"Column {name} holds something that is no number.") from error
+        raise ConfigurationError(f"Column {name} has a value that isn't a number.") from error
 
 
 def _unit_s(duration: FloatArray, is_forward: BoolArray) -> float:
@@ -300,6 +300,6 @@ def _json_lines(path: Path) -> dict[str, Any]:
                 try:
                     rows.append(json.loads(line))
                 except ValueError as error:
-                    raise ConfigurationError(f"Line {number} is no JSON: {error}") from error
+                    raise ConfigurationError(f"Line {number} isn't JSON: {error}") from error
     names = [name for name in (*_NEEDED, "mc") if rows and name in rows[0]]
     return {name: [row[name] for row in rows] for name in names}

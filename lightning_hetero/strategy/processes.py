@@ -174,7 +174,7 @@ class Processes:
         if self._comms is not None:
             self._comms.abort()
         if self._membership is not None:
-            connections.hang_up()
+            connections.close()
 
     @property
     def are_several(self) -> bool:
@@ -198,7 +198,7 @@ class Processes:
     def open_store(self, name: str) -> tuple[Store, str]:
         """Return a part of the ranks' store under a name of its own, by a new client; and its host.
 
-        All ranks must call it equally often.
+        All ranks must call it the same number of times.
         """
         store, rank = self._connect_store(), self.comms.global_rank
         number = store.add(f"{name}/{rank}", 1)

@@ -82,9 +82,6 @@ class RestoredState(Protocol):
 class RestartsRun(Protocol):
     """The part of `ElasticRestart` that other callbacks and the strategy use."""
 
-    in_place: bool
-    """Whether other ranks go on in their processes if one is lost."""
-
     def end_step(self, trainer: pl.Trainer) -> bool:
         """End a step after which ranks leave or join; return whether it needn't be saved again."""
 
@@ -193,7 +190,7 @@ class Ranks:
         return found
 
     def from_leader(self, numbers: Sequence[int]) -> list[int]:
-        """Return the leader's numbers; other ranks pass equally many, which are ignored."""
+        """Return the leader's numbers. Other ranks pass as many, which are ignored."""
         values = torch.tensor(numbers, dtype=torch.int64)
         if self._group is not None:
             dist.broadcast(values, 0, self._group)

@@ -85,7 +85,8 @@ class SlicedState:
         self._example: Any = None
         """The module's `example_input_array`, hidden while it has slices."""
         self._awaited: list[tuple[Slot, StandIn]] = []
-        """Placeholders of the module's slices between two generations of a run."""
+        """Where the module had slices, and the stand-ins that are there between two generations of
+        a run."""
         self.awaits_recovery = False
         """Whether the slices' values still have to be recovered."""
 

@@ -13,23 +13,19 @@ import pytest
 
 from lightning_hetero.cli import main
 from lightning_hetero.cli.report import render
+from lightning_hetero.cli.run_page.history import read_history
 from lightning_hetero.cli.run_page.plan_page import draw_plan
-from lightning_hetero.cli.run_page.story import read_story
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import RooflineCost, simulate
+from tests.plans import pipeline, plan_of, stage
 from tests.straggler.emulated import Planted
 
 pytest.importorskip("jinja2")
 
 EVIL = "<script>alert(1)</script>"
-PLAN = {
-    "pipelines": [
-        {"stages": [{"ranks": [0], "layers": [0, 4]}]},
-        {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 4]}]},
-    ]
-}
+PLAN = plan_of(pipeline(stage(0, 0, 4)), pipeline(stage(1, 0, 1), stage(2, 1, 4)))
 MEMORY = [[2.0e9, 2.5e9], [1.0e9, 0.0], [1.5e9, 1.2e9]]
 
 
@@ -58,7 +54,7 @@ def write_run(folder, *, num_steps=60, ends=True, now_s=1.7e9):
 
 
 def page_of(folder):
-    return render(read_story(folder))
+    return render(read_history(folder))
 
 
 def test_the_page_shows_the_run_and_escapes_names(tmp_path):
@@ -111,9 +107,9 @@ def test_recordings_of_any_job_and_operation_traces_are_shown(tmp_path):
         lines = "".join(json.dumps(row) + "\n" for row in rows if row["rank"] == rank)
         path = tmp_path / "operations" / f"operations-rank{rank}.jsonl.gz"
         path.write_bytes(gzip.compress(lines.encode())[: None if rank else -9])
-    story = read_story(tmp_path)
-    assert sum("rank 2, " in verdict for verdict in story.verdicts) == 2
-    assert "slowdown" in render(story)
+    history = read_history(tmp_path)
+    assert sum("rank 2, " in verdict for verdict in history.verdicts) == 2
+    assert "slowdown" in render(history)
 
 
 def test_a_folder_without_logs_is_refused(tmp_path, capsys):

@@ -283,7 +283,7 @@ WORDS = {
         (("nodes", 0, "count"), 0, "count 0.*1 or more"),
         (("nodes", 0, "count"), True, r"`nodes\[0\].count` is True.*a number"),
         (("nodes", 0, "price_per_hour"), -1, "-1.*0 or more"),
-        (("nodes", 0, "cuont"), 1, "Did you mean count by 'cuont'"),
+        (("nodes", 0, "cuont"), 1, "Did you mean count instead of 'cuont'"),
         (("inter_node_latency_s",), "fast", "is 'fast'.*number of seconds.*'20 us'"),
         (("inter_node_bytes_per_s",), 0, "inter_node_bytes_per_s 0.*above 0"),
         (("links", 0, "nodes"), 0, r"`links\[0\].nodes` is 0.*list"),

@@ -204,7 +204,7 @@ def _make_own_folder() -> None:
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigurationError(
-            f"{folder} is no folder of this user's (its owner has the id {status.st_uid}), so what "
+            f"{folder} isn't a folder of this user (its owner has the id {status.st_uid}), so what "
             "is in it can't be trusted. Have it deleted, or give LayerwiseCheckpoint "
             "shared_memory=False."
         )

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_hetero.cli.run_page.story import Happening, Story
+from lightning_hetero.cli.run_page.history import RunEvent, RunHistory
 
 __all__ = ["charts", "lanes", "memory_rows", "plan_rows"]
 
@@ -18,14 +18,14 @@ Figure = dict[str, Any]
 """What the template draws: see `_chart` and `lanes`."""
 
 
-def charts(story: Story) -> list[Figure]:
-    """Return the figures for which the run has numbers."""
-    scalars = story.scalars
+def charts(history: RunHistory) -> list[Figure]:
+    """Return the figures for whose curves the run's logs have numbers."""
+    scalars = history.scalars
     per_second = scalars.get("run/tokens_per_s", {})
     ideal = {
-        step: value * story.times_s[step] / story.predicted_s[step]
+        step: value * history.times_s[step] / history.predicted_s[step]
         for step, value in per_second.items()
-        if story.times_s.get(step) and story.predicted_s.get(step)
+        if history.times_s.get(step) and history.predicted_s.get(step)
     }
     iteration = scalars.get("run/iteration_s", {})
 
@@ -44,17 +44,20 @@ def charts(story: Story) -> list[Figure]:
         if name.startswith("checkpoint/")
     }
     wanted = (
-        ("Seconds of an iteration", {"measured": story.times_s, "predicted": story.predicted_s}),
+        (
+            "Seconds of an iteration",
+            {"measured": history.times_s, "predicted": history.predicted_s},
+        ),
         ("Tokens per second", {"measured": per_second, "as predicted": ideal}),
         ("Share of an iteration, by cause", causes),
         ("Newest step of which all parts are in a checkpoint tier", tiers),
     )
     known = [(title, {n: v for n, v in series.items() if v}) for title, series in wanted]
-    return [_chart(title, series, story.happenings) for title, series in known if series]
+    return [_chart(title, series, history.events) for title, series in known if series]
 
 
 def _chart(
-    title: str, series: Mapping[str, Mapping[int, float]], happenings: Sequence[Happening]
+    title: str, series: Mapping[str, Mapping[int, float]], events: Sequence[RunEvent]
 ) -> Figure:
     """Lay out a figure over steps: each line's medians, and a band from least to largest."""
     first = min(min(values) for values in series.values())
@@ -85,9 +88,9 @@ def _chart(
         # For the pointer and the keyboard.
         lines.append({"name": name, "path": path, "band": band, "points": points})
     marks = [
-        (x_of(happening.step), happening.kind, f"step {happening.step}: {happening.kind}")
-        for happening in happenings
-        if first <= happening.step <= last and happening.kind not in ("started", "validated")
+        (x_of(event.step), event.kind, f"step {event.step}: {event.kind}")
+        for event in events
+        if first <= event.step <= last and event.kind not in ("started", "validated")
     ]
     parts = (0.0, 0.25, 0.5, 0.75, 1.0)
     return {
@@ -114,18 +117,18 @@ def _bins(values: Mapping[int, float]) -> list[tuple[int, float, float, float]]:
     return rows
 
 
-def lanes(story: Story) -> list[Figure]:
+def lanes(history: RunHistory) -> list[Figure]:
     """Return the events that have a time, by kind, along the run's seconds."""
-    if story.first_s is None or story.last_s is None:
+    if history.first_s is None or history.last_s is None:
         return []
-    span = max(story.last_s - story.first_s, 1e-9)
+    span = max(history.last_s - history.first_s, 1e-9)
     found: dict[str, list[tuple[float, str]]] = {}
-    for happening in story.happenings:
-        if happening.at_s is not None:
-            x = (happening.at_s - story.first_s) / span * WIDTH
-            after_s = happening.at_s - story.first_s
-            words = f"{after_s:.1f} s, step {happening.step}: {happening.kind} {happening.text}"
-            found.setdefault(happening.kind, []).append((x, words[:300]))
+    for event in history.events:
+        if event.at_s is not None:
+            x = (event.at_s - history.first_s) / span * WIDTH
+            after_s = event.at_s - history.first_s
+            words = f"{after_s:.1f} s, step {event.step}: {event.kind} {event.text}"
+            found.setdefault(event.kind, []).append((x, words[:300]))
     return [{"kind": kind, "marks": marks[:_MOST_MARKS]} for kind, marks in found.items()]
 
 
@@ -151,14 +154,14 @@ def plan_rows(plan: Mapping[str, Any], nodes: Sequence[str]) -> list[list[Figure
     return rows
 
 
-def memory_rows(story: Story, plan: Mapping[str, Any]) -> list[Figure]:
+def memory_rows(history: RunHistory, plan: Mapping[str, Any]) -> list[Figure]:
     """Return a bar for each stage of a plan: its fullest rank's bytes, in use and predicted."""
-    most = max((max(pair) for pair in story.memory), default=0.0)
+    most = max((max(pair) for pair in history.memory), default=0.0)
     name, unit = ("GiB", 2**30) if most >= 0.1 * 2**30 else ("MiB", 2**20)
     rows = []
     for number, pipeline in enumerate(plan.get("pipelines", ())):
         for index, stage in enumerate(pipeline.get("stages", ())):
-            known = [story.memory[rank] for rank in stage["ranks"] if rank < len(story.memory)]
+            known = [history.memory[rank] for rank in stage["ranks"] if rank < len(history.memory)]
             if known and most > 0.0:
                 used, predicted = (max(values) for values in zip(*known, strict=True))
                 words = f"pipeline {number}, stage {index}: {used / unit:.3g} {name} in use"

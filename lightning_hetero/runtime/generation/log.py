@@ -13,7 +13,7 @@ kind, a member's number and a value:
 
 The store appends in one order for all, and a state is a pure function of the entries. So all
 processes agree without a leader: the first entry of a kind counts for each member, and entries
-behind the first `formed` don't count.
+after the first `formed` don't count.
 
 The lists stay. A process that comes later begins with a *summary* of those that ended before.
 """

@@ -178,7 +178,7 @@ class Agreement:
         if pipelines.tobytes() != self._pipelines:
             self._pipelines, self._first_ranks = pipelines.tobytes(), _first_ranks(pipelines)
         _check_fingerprints(pipelines, fingerprints, self._first_ranks)
-        reports = self._hear(digests.tobytes())
+        reports = self._reports_of(digests.tobytes())
         if reports.entries != self._entries:
             self._entries = reports.entries
             sums = self._gather(self._sums_of(reports.entries))
@@ -194,7 +194,7 @@ class Agreement:
             sums=sums,
         )
 
-    def _hear(self, digests: bytes) -> Reports:
+    def _reports_of(self, digests: bytes) -> Reports:
         """Return the reports of all ranks.
 
         They are gathered only if their digests, which the rows contain, are new.

@@ -88,7 +88,7 @@ class EngineConfig:
     nonfinite_gradients: NonfiniteGradients = NonfiniteGradients.ERROR
     """The answer to gradients that aren't finite."""
     scales_loss: bool = False
-    """Whether losses are scaled for fp16. Then gradients that overflow are no error: the optimizer
+    """Whether losses are scaled for fp16. Then overflowing gradients aren't an error: the optimizer
     skips the step."""
     loss_reduction: LossReduction | None = None
     """Whether the loss is a mean or a sum over its batch; None measures it."""

@@ -130,7 +130,7 @@ class ScheduleChoice:
     def of(
         self, running: RunningPlan, tokens: Sequence[int], *, is_training: bool
     ) -> StageSchedule:
-        """Return what this rank runs in an iteration whose micro-batches have so many tokens."""
+        """Return what this rank runs in an iteration, given the tokens of its micro-batches."""
         if running.place is None:
             return StageSchedule()
         index, count = running.place.stage_index, len(tokens)

@@ -1,7 +1,7 @@
 """Run the check of `results.split_check` on all ranks, with a micro-batch and its two halves.
 
 Each of these *parts* goes forward through the pipeline as in an evaluation. The last stage then
-computes the gradients of a few small parameters, of the last layer and behind the layers; or that
+computes the gradients of a few small parameters, of the last layer and after the layers; or that
 of the last layer's output, summed over tokens, where none of them trains. The check leaves no trace
 in logs, buffers, random states and gradients.
 """
@@ -316,7 +316,7 @@ class SplitRun:
         return torch.cat(found).cpu() if found else torch.zeros(1)
 
     def _chosen(self, running: RunningPlan) -> list[Tensor]:
-        """Return small parameters of the last layer and behind it, else of the whole stage."""
+        """Return small parameters of the last layer and after it, else of the whole stage."""
         shards, specs = running.weights.shards, self._layout.specs
         whole = [
             spec

@@ -8,7 +8,7 @@ The threads of a process, each with its owner, which starts it and waits for its
   heard, and ends a process whose main thread can't; its *abort* ends waits in communicators, and
   `pause` waits for it,
 - *new connections* (`connections.Connections.open`): makes a group where a rank may be lost at that
-  moment; `open` waits for it, but leaves it where connections are hung up: gloo's wait has no end,
+  moment; `open` waits for it, but leaves it where connections are closed: gloo's wait has no end,
 - *keeper-store* (`generation.keeper.Keeper`): only in a keeper's process, which ends with
   `os._exit`,
 - *assignments* (`data.ahead`), *recording* (`straggler.recording`) and contingency plans

@@ -54,7 +54,7 @@ class Connections:
         # Connections that exist already aren't a group's: one may be a membership's, to its store.
         self._kept: _Opened = _sockets() if may_end else set()
         self._may_end = may_end
-        self._is_hung_up = False
+        self._is_closed = False
 
     def open(self, make: Callable[[], _T]) -> _T:
         """Return what `make` returns, such as a new group, and record the sockets that it opens.
@@ -82,7 +82,7 @@ class Connections:
 
         threading.Thread(target=work, name="new connections", daemon=True).start()
         while not wait([answer], _NOTICE_S).done:
-            if self._is_hung_up and not wait([answer], 10 * _NOTICE_S).done:
+            if self._is_closed and not wait([answer], 10 * _NOTICE_S).done:
                 self.check()
         return answer.result()
 
@@ -92,12 +92,14 @@ class Connections:
         Raises:
             RuntimeError: They were closed. It counts as a broken connection.
         """
-        if self._is_hung_up:
-            raise RuntimeError("gloo: connections were hung up before all ranks had come.")
+        if self._is_closed:
+            raise RuntimeError(
+                "gloo: connections were closed before all ranks had joined the group."
+            )
 
-    def hang_up(self) -> None:
+    def close(self) -> None:
         """Close the connections, which ends all waits in them."""
-        self._is_hung_up = True
+        self._is_closed = True
         with ExitStack() as held:
             ends = [held.enter_context(end) for end in self._ends()]
             for end in ends:

@@ -1,4 +1,4 @@
-"""Find out that another rank has failed, report which and why, and never hang because of it.
+"""Find out that another rank has failed, report which one and why, and never hang because of it.
 
 Every process sends heartbeats through the store, and each rank watches the next ones (`heartbeat`).
 A rank that raises an error first writes the reason into the store. Other ranks notice a failure in

@@ -106,7 +106,7 @@ class Watch:
         self.failed_rank = -1
         """The rank that failed, and may be dead; -1 if there is none."""
         self.has_server_left = False
-        """Whether rank 0 has ended normally; then the loss of the store is no failure."""
+        """Whether rank 0 has ended normally; then the loss of the store isn't a failure."""
         self.is_suspicious = False
         """Whether any rank has lost a connection; then silent ranks count as dead sooner."""
         self.wakes_judge = threading.Event()
@@ -121,7 +121,8 @@ class Watch:
 class Heartbeat:
     """One process's heartbeat, from `begin` to `end`; may begin again.
 
-    All processes of a run must begin equally often, because their n-th counters belong together.
+    All processes of a run must begin the same number of times, because their n-th counters belong
+    together.
 
     Args:
         store: The run's store; the thread uses a connection of its own.

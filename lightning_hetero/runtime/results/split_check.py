@@ -1,7 +1,7 @@
 """Judge by gradients how the losses of a micro-batch's halves combine into its own loss.
 
 A micro-batch m and its halves a and b run through the step. Let G be the gradients of their losses
-with respect to a few small parameters in the last layer and behind it. The check finds the weights
+with respect to a few small parameters in the last layer and after it. The check finds the weights
 for which
 
     G_m = w_a · G_a + w_b · G_b.
@@ -110,7 +110,7 @@ def _state_of(generator: Any) -> str:
     return pickle.dumps(generator).hex()
 
 
-_DUE = frozenset({0, 1, 10, 100, 1000})
+_DUE = frozenset({0, *(10**power for power in range(9))})
 _AT_ONCE = 2**12
 """Elements of gradients that are multiplied in float64 at a time, which takes twice the memory."""
 _FACTOR = 3.0

@@ -185,7 +185,7 @@ def _names_of(store: SliceStore, optimizer: torch.optim.Optimizer) -> list[str]:
         return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
     except KeyError:
         raise ConfigurationError(
-            "An optimizer holds a tensor that is no parameter of the module, so it can't be saved. "
+            "An optimizer holds a tensor that isn't a parameter of the module. It can't be saved. "
             "Register every optimized tensor as a parameter of the LightningModule."
         ) from None
 

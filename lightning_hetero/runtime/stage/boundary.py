@@ -239,7 +239,7 @@ class StageBoundary:
             version = 0 if given.is_inference() else given._version
         output = self._compute(current, call)
         if given is not None and not given.is_inference():
-            # The model may have kept its input, and use it behind the layers.
+            # The model may have kept its input, and use it after the layers.
             self._changes_input |= given._version != version
         current.handed_on.changes_input |= self._changes_input
         hidden = hidden_output(output, call.index)
@@ -281,7 +281,7 @@ class StageBoundary:
         key = current.hidden_arguments[call.index]
         handover, hidden = current.arrived(), call.given[key]
         if call.index == 0 and handover.changes_input and hidden.is_floating_point():
-            # NaN, so that no code behind the layers uses the old values unnoticed.
+            # NaN, so that no code after the layers uses the old values unnoticed.
             hidden.data.fill_(torch.nan)
         return self._sides.skip(call, key, handover)
 

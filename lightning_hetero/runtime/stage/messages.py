@@ -71,10 +71,10 @@ def packed(tensors: Sequence[Tensor], start: Tensor | None = None) -> Tensor:
 
 
 def unpack(message: Tensor, forms: tuple[Form, ...], *, behind: int = 0) -> list[Tensor]:
-    """Return the tensors with these forms that are packed behind so many bytes of a message."""
+    """Return a message's tensors, which have these forms and follow its first `behind` bytes."""
     pairs = zip(bounds_of(forms), forms, strict=True)
     parts = [(message[behind + start : behind + stop], form) for (start, stop), form in pairs]
-    # To autograd they are no views, so that changing one in place doesn't count for the others.
+    # `data` hides from autograd that they are views: changing one in place doesn't affect others.
     return [part.view(form.dtype).view(form.shape).data for part, form in parts]
 
 

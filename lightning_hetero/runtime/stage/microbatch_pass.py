@@ -49,14 +49,14 @@ class MicrobatchPass:
     receive: Callable[[], Handover] | None
     """Receives the handover from the previous stage; None on first stages."""
     wait_unit: Callable[[int], None] | None
-    """Waits for the weights of a layer, or, given `num_layers`, for the weights behind the layers;
+    """Waits for the weights of a layer, or, given `num_layers`, for the weights after the layers;
     None if all weights have arrived."""
     recomputation: Recomputation = field(default_factory=Recomputation)
     """The layers whose activations this micro-batch recomputes in backward."""
     reads: ReadWatch | None = None
     """Records which parameters outside the layers the stage uses; None if that is known."""
     drawn: tuple[int, ...] = ()
-    """Seeds of the step, of each layer's first call, and of the code behind the layers; computed
+    """Seeds of the step, of each layer's first call, and of the code after the layers; computed
     from `seed` if left out."""
     num_called: int = 0
     """Number of layers of the chain that were called so far, including those skipped on this
@@ -89,7 +89,7 @@ class MicrobatchPass:
         self.is_free = False
         """Whether layers may be called freely: several times, in any order, or not at all."""
         self._times = [0] * (self.num_layers + 1)
-        """How often each layer has begun; the last entry counts the code behind the layers."""
+        """How often each layer has begun; the last entry counts the code after the layers."""
 
     def arrived(self) -> Handover:
         """Return the handover from the previous stage; the first call waits for it."""

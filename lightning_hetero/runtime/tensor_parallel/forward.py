@@ -207,8 +207,8 @@ class ShardedForward(_GroupForward):
 class SharedHeadsForward(_GroupForward):
     """Runs a layer with shared heads, or the attention module around it, on the rank's heads.
 
-    The layer's output then has each head as often as `Heads.read` says, and the attention module
-    takes each to be read by equally many query heads.
+    The layer's output then repeats each head as often as `Heads.read` says, so that the same number
+    of query heads reads each copy, as the attention module expects.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ hold the same key head: `ParameterSpec.rows_of` says which, and owners sum their
 
 Attention modules expect every key head to be read by the same number of query heads. But a rank's
 query heads may begin or end in the middle of such a group. So its key heads are repeated after the
-projection until each is read by equally many, and while the module runs its number of groups is
-that of the rank.
+projection until the same number of query heads reads each, and while the module runs its number of
+groups is that of the rank.
 """
 
 from collections.abc import Iterable, Mapping
@@ -104,7 +104,7 @@ def _layer_of(spec: ParameterSpec) -> str:
 
 
 def _num_heads(attention: nn.Module, features: int) -> int:
-    """Return the number of heads in a layer's output features; 0 if they are no heads."""
+    """Return the number of heads in a layer's output features; 0 if they aren't heads."""
     sizes = (getattr(attention, name, None) for name in _HEAD_DIMS)
     size = next((item for item in sizes if isinstance(item, int)), 0)
     if not size:

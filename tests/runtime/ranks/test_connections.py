@@ -28,7 +28,7 @@ def talk_until_hung_up(rank: int, *, port: int, num_times: int) -> set[str]:
         store = dist.PrefixStore(str(number), server)
         options = {"timeout": timedelta(seconds=5)}
         connections.open(partial(init_process_group, "gloo", store, rank, 2, **options))
-        hangs_up = threading.Timer((1 + number % 7) * 1e-3, connections.hang_up)
+        hangs_up = threading.Timer((1 + number % 7) * 1e-3, connections.close)
         dist.barrier()
         hangs_up.start()
         try:
@@ -62,7 +62,7 @@ def test_what_was_there_before_is_never_hung_up() -> None:
         server.accept()[0] as other,
     ):
         connections = Connections(may_end=True)
-        connections.hang_up()
+        connections.close()
         kept.sendall(b"x")
         assert other.recv(1) == b"x"
 
@@ -78,7 +78,7 @@ def test_what_is_opened_is_returned_or_raised_and_hung_up(may_end: bool) -> None
             with socket.create_connection(address) as other:
                 end = server.accept()[0]
                 end.settimeout(10.0)
-                connections.hang_up()
+                connections.close()
                 assert opened.recv(1) == end.recv(1) == b""
                 end.close()
                 other.send(b"goes on")

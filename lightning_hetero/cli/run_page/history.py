@@ -14,7 +14,7 @@ from lightning_hetero.straggler.events import to_entry
 from lightning_hetero.straggler.traces import read_operations, trace_files
 from lightning_hetero.straggler.what_if import answer, explain
 
-__all__ = ["Happening", "Story", "read_story"]
+__all__ = ["RunEvent", "RunHistory", "read_history"]
 
 _TRACES = ("*.parquet", "operations*.jsonl", "operations*.jsonl.gz")
 _SILENT_S = 600.0
@@ -24,8 +24,8 @@ _TIME_LESS = ("event", "at_s", "step")
 
 
 @dataclass(frozen=True)
-class Happening:
-    """One event of the run, other than the numbers that every step has."""
+class RunEvent:
+    """One event of a run that the page lists: any but the metrics that every step has."""
 
     kind: str
     step: int
@@ -34,13 +34,13 @@ class Happening:
 
 
 @dataclass
-class Story:
-    """All that is known of a run."""
+class RunHistory:
+    """All that the logs in a run's folder say about it."""
 
     folder: str
     scalars: dict[str, dict[int, float]] = field(default_factory=dict)
     """What `RunMetrics` logged, and the iteration times, by name and step."""
-    happenings: list[Happening] = field(default_factory=list)
+    events: list[RunEvent] = field(default_factory=list)
     plans: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
     """Each plan with the first step that ran under it."""
     memory: list[tuple[float, float]] = field(default_factory=list)
@@ -73,7 +73,7 @@ class Story:
             return
         if event in ("started", "plan"):
             self._add_plans(event, step, entry)
-        self.happenings.append(Happening(event, step, at_s, _text(entry)))
+        self.events.append(RunEvent(event, step, at_s, _text(entry)))
         self.state = event if event in ("failed", "ended") else "running"
 
     @property
@@ -104,7 +104,7 @@ class Story:
             self.plans.append((step, plan))
 
 
-def read_story(folder: Path) -> Story:
+def read_history(folder: Path) -> RunHistory:
     """Read all logs, recordings and traces of a folder.
 
     Raises:
@@ -112,31 +112,31 @@ def read_story(folder: Path) -> Story:
     """
     if not folder.is_dir():
         raise ConfigurationError(f"{folder} isn't a folder. Give the folder that the run wrote to.")
-    story = Story(str(folder))
+    history = RunHistory(str(folder))
     found = {path for pattern in _TRACES for path in folder.rglob(pattern)}
     # The files of the ranks of one run are one trace.
     traces = sorted({p.parent if p in trace_files(p.parent) else p for p in found})
     logs = [path for path in sorted(folder.rglob("*.jsonl")) if path not in found]
-    entries = [entry for path in logs for entry in _entries(path, story)]
+    entries = [entry for path in logs for entry in _entries(path, history)]
     # Events of several logs of a run are sorted by time; recordings have no times.
     for entry in sorted(entries, key=lambda entry: _number(entry.get("at_s")) or 0.0):
-        story.add(entry)
+        history.add(entry)
     for path in traces:
         try:
-            story.verdicts.append(f"{path.name}: {answer(explain(read_operations(path)))}")
+            history.verdicts.append(f"{path.name}: {answer(explain(read_operations(path)))}")
         except HeteroError as error:
-            story.verdicts.append(f"{path.name}: {error}")
+            history.verdicts.append(f"{path.name}: {error}")
     if not entries and not traces:
         raise ConfigurationError(
             f"{folder} holds no event log, recording or operation trace. RunLog(), "
             f"StragglerMonitor() and lightning_hetero.straggler.record() write .jsonl files."
         )
-    if story.state in ("running", "recorded") and story.last_s is not None:
-        story.state = "running" if time.time() - story.last_s <= _SILENT_S else "silent"
-    return story
+    if history.state in ("running", "recorded") and history.last_s is not None:
+        history.state = "running" if time.time() - history.last_s <= _SILENT_S else "silent"
+    return history
 
 
-def _entries(path: Path, story: Story) -> Iterator[dict[str, Any]]:
+def _entries(path: Path, history: RunHistory) -> Iterator[dict[str, Any]]:
     """Yield the events of a log, or those found in a recording of one rank."""
     try:
         if is_event_log(path):
@@ -144,9 +144,9 @@ def _entries(path: Path, story: Story) -> Iterator[dict[str, Any]]:
             return
         found = read_times(path)
     except (OSError, UnicodeDecodeError, HeteroError) as error:
-        story.verdicts.append(f"{path.name} was left out: {error}")
+        history.verdicts.append(f"{path.name} was left out: {error}")
         return
-    story.verdicts.append(f"{path.name}: found {found.source}.")
+    history.verdicts.append(f"{path.name}: found {found.source}.")
     yield from map(to_entry, find_changes(found.times_s))
 
 
