@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
@@ -15,6 +14,7 @@ from lightning_hetero.models import (
     pack_samples,
     packed_cross_entropy,
 )
+from tests.toy import Compared
 
 __all__ = ["PackedLM", "Samples"]
 
@@ -24,26 +24,25 @@ class Samples(Dataset[Tensor]):
 
     def __init__(self, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self._rows = [torch.randint(vocabulary, (n,), generator=generator) for n in lengths]
+        self.rows = [torch.randint(vocabulary, (n,), generator=generator) for n in lengths]
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self._rows[index]
+        return self.rows[index]
 
     def packed(self, batch_size: int) -> DataLoader[Any]:
         """Return a loader of packed batches of so many samples."""
         return DataLoader(self, batch_size=batch_size, collate_fn=pack_samples)
 
 
-class PackedLM(L.LightningModule):
-    """The reference model, which keeps the losses that Lightning's hooks see."""
+class PackedLM(Compared):
+    """The reference model."""
 
     def __init__(self, config: LMConfig) -> None:
         super().__init__()
         self.model = HeteroLM(config)
-        self.losses: list[float] = []
 
     def loss(self, batch: PackedBatch) -> Tensor:
         logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
@@ -51,9 +50,6 @@ class PackedLM(L.LightningModule):
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
         return self.loss(batch)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)

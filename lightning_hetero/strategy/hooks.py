@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.rows import HookedSlices
@@ -77,7 +78,8 @@ class HookedStrategy(ConnectedStrategy):
     @property
     def engine(self) -> Engine:
         """The engine that runs the plan; available from `setup` to `teardown`."""
-        assert self._slices.engine is not None, "the strategy has not been set up"
+        if self._slices.engine is None:
+            raise ConfigurationError("The strategy has its plan and engine only while a run is on.")
         return self._slices.engine
 
     @property

@@ -82,9 +82,6 @@ class RestoredState(Protocol):
 class RestartsRun(Protocol):
     """The part of `ElasticRestart` that other callbacks and the strategy use."""
 
-    in_place: bool
-    """Whether other ranks go on in their processes if one is lost."""
-
     def end_step(self, trainer: pl.Trainer) -> bool:
         """End a step after which ranks leave or join; return whether it needn't be saved again."""
 

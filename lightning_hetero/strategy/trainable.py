@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback, ModelPruning, ThroughputMonitor
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 
@@ -66,6 +67,11 @@ def check_trainable(module: pl.LightningModule, callbacks: Iterable[Callback]) -
             f"{type(module).__name__} overrides backward, which HeteroStrategy never calls: the "
             "backward runs inside the pipeline's schedule. Put what it does into training_step, "
             "on_before_backward or on_after_backward."
+        )
+    if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+        raise ConfigurationError(
+            "training_step takes a dataloader_iter, but each call of it gets one micro-batch of an "
+            "iteration. Let it take a batch."
         )
     for name, part in module.named_modules():
         if is_compiled(part) and any(isinstance(item, nn.ModuleList) for item in part.modules()):

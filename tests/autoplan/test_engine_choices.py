@@ -34,23 +34,13 @@ from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.simulator.links import ClusterLinks, push_by_node_s, push_straight_s
 from tests.core.sample_plans import random_plan, small_model
+from tests.plans import pipeline, plan_of, stage
 
-WHOLE, HALVES = {"ranks": [0], "layers": [0, 4]}, ([1, 2], [2, 1])
 FIRST, LATER = (
     ParallelPlan.from_dict(
-        {
-            "pipelines": [
-                {"stages": [WHOLE]},
-                {
-                    "stages": [
-                        {"ranks": [ranks[0]], "layers": [0, 1]},
-                        {"ranks": [ranks[1]], "layers": [1, 4]},
-                    ]
-                },
-            ]
-        }
+        plan_of(pipeline(stage(0, 0, 4)), pipeline(stage(first, 0, 1), stage(second, 1, 4)))
     )
-    for ranks in HALVES
+    for first, second in ((1, 2), (2, 1))
 )
 LAYOUT = ModelLayout.of(
     model := HeteroLM(

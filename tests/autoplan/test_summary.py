@@ -21,14 +21,10 @@ from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.simulator import MemoryTerms, RooflineCost, simulate
 from lightning_hetero.straggler.prediction import move_ranks
+from tests.plans import pipeline, plan_of, stage
 
 PLAN = ParallelPlan.from_dict(
-    {
-        "pipelines": [
-            {"stages": [{"ranks": [0], "layers": [0, 4]}]},
-            {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 4]}]},
-        ]
-    }
+    plan_of(pipeline(stage(0, 0, 4)), pipeline(stage(1, 0, 1), stage(2, 1, 4)))
 )
 A100S = Cluster(nodes=(Node(device="A100-80GB", count=3),))
 ODD = Cluster(

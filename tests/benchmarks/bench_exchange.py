@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.benchmarks.harness import Row
 from tests.benchmarks.steps import StepTimes, processes
+from tests.plans import pipeline, plan_of, stage
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
 
 NUM_LAYERS = 6
@@ -117,17 +118,8 @@ def exchange(rank: int) -> tuple[float, float]:
 
 def change_of_plan(rank: int) -> tuple[float, float]:
     """Return median step times (with a change of plan before each, without one)."""
-    plans = [
-        ParallelPlan.from_dict(
-            {
-                "pipelines": [
-                    {"stages": [{"ranks": [0], "layers": [0, cut]},
-                                {"ranks": [1], "layers": [cut, 4]}]}
-                ]
-            }
-        )
-        for cut in (2, 1)
-    ]  # fmt: skip
+    cuts = (plan_of(pipeline(stage(0, 0, cut), stage(1, cut, 4))) for cut in (2, 1))
+    plans = [ParallelPlan.from_dict(plan) for plan in cuts]
     figures: list[list[float]] = [[], []]
     for _ in range(REPEATS):
         # Both alternate between the same plans' compute: each plan stays for a whole run here.

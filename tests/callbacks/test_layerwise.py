@@ -22,13 +22,12 @@ from lightning_hetero.core.errors import CheckpointError
 from tests.callbacks.layerwise_runs import export, fit, leg, train
 from tests.callbacks.servers import S3Server
 from tests.fits import assert_same
-from tests.plans import ALONE, UNEQUAL, Plan, pipeline, plan_of, stage
+from tests.plans import ALONE, TURNED, UNEQUAL, Plan, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TENSOR_PARALLEL = plan_of(pipeline(stage([0, 1], 0, 3)), pipeline(stage(2, 0, 3)))
-TWO_STAGES = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
 
 
 def owned(plan: Plan, *shares: float) -> Plan:
@@ -40,7 +39,7 @@ def owned(plan: Plan, *shares: float) -> Plan:
 LEGS = [
     leg(2, UNEQUAL, redundancy=1),
     leg(4, TENSOR_PARALLEL, ownership="even"),
-    leg(6, TWO_STAGES, ownership="parameter", redundancy=1),
+    leg(6, TURNED, ownership="parameter", redundancy=1),
     leg(8),
     leg(10, TENSOR_PARALLEL, redundancy=1),
     leg(12, owned(UNEQUAL, 0.1, 0.7, 0.2), ownership="memory"),

@@ -19,17 +19,13 @@ from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import RooflineCost, simulate
+from tests.plans import pipeline, plan_of, stage
 from tests.straggler.emulated import Planted
 
 pytest.importorskip("jinja2")
 
 EVIL = "<script>alert(1)</script>"
-PLAN = {
-    "pipelines": [
-        {"stages": [{"ranks": [0], "layers": [0, 4]}]},
-        {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 4]}]},
-    ]
-}
+PLAN = plan_of(pipeline(stage(0, 0, 4)), pipeline(stage(1, 0, 1), stage(2, 1, 4)))
 MEMORY = [[2.0e9, 2.5e9], [1.0e9, 0.0], [1.5e9, 1.2e9]]
 
 

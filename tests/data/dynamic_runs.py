@@ -13,7 +13,6 @@ from lightning_hetero.autoplan.facts import AutoPlanned
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models import PackedBatch
 from lightning_hetero.models.batches import AssignedBatch
-from lightning_hetero.models.packing import packed_cross_entropy
 from lightning_hetero.straggler.prediction import move_ranks
 from lightning_hetero.testing import EmulatedDevices
 from tests.capped_memory import CappedMemory
@@ -58,9 +57,7 @@ class Module(PackedModule):
             self.longest = max([self.longest, *sizes])
 
     def validation_step(self, batch: PackedBatch, batch_idx: int) -> None:
-        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
-        loss = packed_cross_entropy(logits, batch.labels)
-        self.log("val_loss", loss, batch_size=batch.num_target_tokens)
+        self.log("val_loss", self.loss(batch), batch_size=batch.num_target_tokens)
 
     def on_validation_epoch_end(self) -> None:
         self.seen.append(float(self.trainer.callback_metrics["val_loss"]))

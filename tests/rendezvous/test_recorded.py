@@ -13,7 +13,7 @@ import pytest
 
 from lightning_hetero import ParallelPlan
 from tests.core.sample_plans import random_plan
-from tests.plans import pipeline, plan_of, stage
+from tests.plans import CUT_LATE, TRIPLE, TURNED, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.rendezvous.operations import (
     CONTROL,
@@ -45,13 +45,10 @@ def random_plans(count: int, num_layers: int, world_size: int) -> Iterator[Paral
             yield replace(plan, owner_shares=None, host_owners=())
 
 
-UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
 LONG = plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(1, 2, 3)))
-IDLE = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
 WITHOUT_WORK = plan_of(
     pipeline(stage(0, 0, 3), num_microbatches=0), pipeline(stage(2, 0, 1), stage(1, 1, 3))
 )
-EQUAL = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
 TWO_AND_ONE = plan_of(
     pipeline(stage(0, 0, 2), stage(1, 2, 3)), pipeline(stage(2, 0, 3), num_microbatches=1)
 )
@@ -67,9 +64,9 @@ TWO_GROUPS = plan_of(pipeline(*(stage(g, i, i + 1) for i, g in enumerate([[0, 1]
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 JOBS = {
-    "unequal pipelines": Job(plans=plans(UNEQUAL), world_size=3),
+    "unequal pipelines": Job(plans=plans(CUT_LATE), world_size=3),
     "changes of plan": Job(
-        plans=plans(UNEQUAL, LONG, IDLE, WITHOUT_WORK), world_size=3, num_iterations=5, tied=True
+        plans=plans(CUT_LATE, LONG, TURNED, WITHOUT_WORK), world_size=3, num_iterations=5, tied=True
     ),
     "many micro-batches": Job(
         plans=plans(MANY), world_size=2, num_iterations=2, options={"ownership": "even"}
@@ -100,7 +97,7 @@ JOBS = {
         options={"tp_plan": TP_PLAN},
     ),
     "collectives": Job(
-        plans=plans(EQUAL, TWO_AND_ONE, UNEQUAL),
+        plans=plans(TRIPLE, TWO_AND_ONE, CUT_LATE),
         world_size=3,
         options={"exchange": "collectives"},
     ),

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from lightning_hetero.models import HeteroLM, LMConfig, PackedBatch, pack_samples
-from lightning_hetero.models.packing import packed_cross_entropy
+from lightning_hetero.models import LMConfig, PackedBatch, pack_samples
+from tests.packed import PackedLM, Samples
 from tests.toy import (
     ADAM_EPS,
     GPT,
@@ -83,26 +83,19 @@ class AdaptedModule(RowsModule):
         return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
 
 
-class PackedSamples(Dataset[Any]):
+class PackedSamples(Samples):
     def __init__(self, num_rows: int) -> None:
         generator = torch.Generator().manual_seed(3)
         lengths = torch.randint(2, 30, (num_rows,), generator=generator).tolist()
-        self.rows = [torch.randint(VOCABULARY, (n,), generator=generator) for n in lengths]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.rows[index]
+        super().__init__(lengths, VOCABULARY)
 
 
-class PackedModule(Recorded):
+class PackedModule(PackedLM):
     """The reference model on packed samples of different lengths."""
 
     collate = staticmethod(pack_samples)
 
     def __init__(self, case: "Case") -> None:
-        super().__init__(case)
         config = LMConfig(
             vocab_size=VOCABULARY,
             hidden_size=case.width,
@@ -112,11 +105,11 @@ class PackedModule(Recorded):
             tie_embeddings=case.tied,
             init_std=0.2,
         )
-        self.model = HeteroLM(config)
+        super().__init__(config)
+        self.case = case
 
     def training_step(self, batch: PackedBatch, batch_idx: int) -> Tensor:
-        logits = self.model(batch.input_ids, batch.cu_seqlens, batch.position_ids, batch.max_seqlen)
-        loss = packed_cross_entropy(logits, batch.labels)
+        loss = self.loss(batch)
         # An epoch's mean weighs iterations of packed samples by their target tokens.
         size = batch.num_target_tokens
         self.log("train_loss", loss, batch_size=size, on_step=True, on_epoch=True)
@@ -124,6 +117,9 @@ class PackedModule(Recorded):
 
     def rows(self, num_empty: int) -> Dataset[Any]:
         return PackedSamples(self.case.num_rows)
+
+    def configure_optimizers(self) -> Any:
+        return optimizers_of(self.parameters(), self.case.optimizer)
 
 
 class MaskingModule(Recorded):

@@ -16,6 +16,7 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError, Mo
 from lightning_hetero.runtime.ranks.communicators import check_queues
 from lightning_hetero.strategy.steps import explained
 from lightning_hetero.strategy.trainable import check_trainable
+from tests.plans import pipeline, plan_of, stage
 from tests.toy import VOCABULARY, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
@@ -77,6 +78,20 @@ def test_gradients_that_aren_t_sums_of_dense_ones_are_refused(
         trainer.fit(module, loader(4, 2))
 
 
+class TakesLoader(ToyModule):
+    def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
+        return self.loss(next(dataloader_iter)[0])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_step_that_takes_a_loader_is_refused_and_a_plan_is_there_in_runs_only() -> None:
+    trainer = L.Trainer(**quiet(), strategy=HeteroStrategy(), devices=1)
+    with pytest.raises(ConfigurationError, match="takes a dataloader_iter"):
+        trainer.fit(TakesLoader(ToyOptions()), loader(4, 2))
+    with pytest.raises(ConfigurationError, match="only while a run is on"):
+        _ = HeteroStrategy().plan
+
+
 class RunsCode:
     """What a crafted file holds: reading it back makes a file."""
 
@@ -115,10 +130,8 @@ class NoOtherProcess(Exception):
     """Raised where other processes would be started."""
 
 
-UNITED = {"pipelines": [{"stages": [{"ranks": [0, 1], "layers": [0, 4]}]}]}
-STAGES = {
-    "pipelines": [{"stages": [{"ranks": [0], "layers": [0, 1]}, {"ranks": [1], "layers": [1, 4]}]}]
-}
+UNITED = plan_of(pipeline(stage([0, 1], 0, 4)))
+STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 4)))
 
 
 def trainer_that_starts_nobody(

@@ -18,15 +18,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from tests.fits import Case, Outcome, assert_same, assert_same_weights, outcome_of, train
-from tests.plans import ALONE, UNEQUAL, pipeline, plan_of, stage
+from tests.plans import ALONE, TRIPLE, TURNED, UNEQUAL
 from tests.processes import ProcessPool
 from tests.runtime.case_modules import RowsModule
 from tests.toy import TokenRows, ToyModule, ToyOptions, loader, quiet
 
 pytestmark = pytest.mark.dist
-
-THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
-TWO_STAGES = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
 
 
 def use_every_entry_point(rank: int, case: Case) -> tuple[list[Outcome], list[Any], list[Any]]:
@@ -187,7 +184,7 @@ def saved(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Callab
     return train_once
 
 
-RESUMED = {"copies": THREE, "stages": TWO_STAGES, "one rank": ALONE, "plain": None}
+RESUMED = {"copies": TRIPLE, "stages": TURNED, "one rank": ALONE, "plain": None}
 
 
 @pytest.mark.parametrize(
@@ -301,5 +298,5 @@ def test_averaged_weights_are_validated_and_kept(pool: ProcessPool, tmp_path: Pa
         assert_same(found, expected)
     (weights, _), (whole, _) = (pool.run(read_with_plain_lightning, 1, path)[0] for path in paths)
     assert_same_weights(weights, whole)
-    for found in pool.run(average, 2, case_of(TWO_STAGES, ckpt_path=paths[0])):
+    for found in pool.run(average, 2, case_of(TURNED, ckpt_path=paths[0])):
         assert_continued(found, expected, 3)

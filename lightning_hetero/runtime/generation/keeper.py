@@ -355,15 +355,13 @@ class Keeper:
                 continue
             prefix, number = worker.member
             state, outlook = self._log_of(store, prefix).read(), _Outlook.OVER
-            if not state.took_in(number):
-                # A joiner of a run that others keep: whoever started it should learn at once that
-                # it failed.
-                pass
-            elif state.ended:
-                # If code that follows training fails, the script has failed.
-                outlook = _Outlook.ENDED if worker.died_in_training else _Outlook.OVER
-            elif state.is_anybody_left:
-                outlook = _Outlook.GOES_ON
+            # A joiner of a run that others keep may never have been in: whoever started it should
+            # learn at once that it failed. If code that follows training fails, the script has.
+            if state.took_in(number):
+                if state.ended and worker.died_in_training:
+                    outlook = _Outlook.ENDED
+                elif not state.ended and state.is_anybody_left:
+                    outlook = _Outlook.GOES_ON
             outlooks.add(outlook)
         # If the end of one worker is a failure, so is the end of this process.
         return max(outlooks, key=lambda outlook: outlook.value, default=None)

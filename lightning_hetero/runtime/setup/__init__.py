@@ -1,1 +1,1 @@
-"""Set-up before the first iteration: detect devices and layers, measure, cut into slices."""
+"""What happens once before the first iteration: devices and layers are found and measured."""

@@ -1,8 +1,8 @@
-"""Detect the machines and devices of a run's ranks: the `Cluster` for which plans are made.
+"""Find out on which machines and devices a run's ranks are: the `Cluster` for which plans are made.
 
-Every rank reports its host and its device. Consecutive ranks on one host with one device type form
-a node. CUDA devices are looked up in the table of known devices by name and memory. Other devices,
-such as CPUs, become device types of the cluster with rough figures, until a profile is measured.
+Every rank reports its *seat*: its host and its device. Consecutive ranks on one host with one type
+of device are a node of the cluster. CUDA devices are looked up in the table of known devices, by
+name and memory. For other devices, such as CPUs, rough figures serve until a profile is measured.
 """
 
 import os

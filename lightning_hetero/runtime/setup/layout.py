@@ -15,6 +15,7 @@ from inspect import signature
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
@@ -154,7 +155,8 @@ def find_layers(module: nn.Module, name: str | None) -> tuple[str | None, tuple[
 
 def _is_list(module: nn.Module) -> bool:
     """Whether a module is a list of modules of one kind (no embeddings, no Sequential of one)."""
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential)
+    if not is_list or isinstance(module, ParametrizationList):
         return False
     entries = list(module.children())
     least = 1 if isinstance(module, nn.ModuleList) else 2

@@ -1,16 +1,18 @@
-"""Give slices their initial values: sent by rank 0, read from a folder, or drawn.
+"""Give every slice its first values, whatever state the user's module is in.
 
-- A parameter with values is sent by rank 0, since other ranks' modules may have drawn other values.
-- A parameter that an earlier run left as slices keeps them; ranks exchange rows only if slices
-change.
-- A parameter whose value will be recovered, as after the loss of a rank, is filled with NaN.
-- A parameter on the meta device is read from a module's `weight_source`, such as the folder of a
-  pretrained model; a rank reads only the rows that it keeps.
-- If no source has it, the model's own functions draw it: `_init_weights` of the nearest module
-around
-  it that has this method, as in Hugging Face models, or `reset_parameters`. They run on the CPU,
-  for one layer at a time, or one module outside the layers, each with a seed of its own. So weights
-  depend neither on the plan nor on the devices, and no rank ever has the whole model.
+Where they come from depends on the parameter:
+
+- If it has values, rank 0 sends them, since the ranks' modules may have drawn different ones.
+- If an earlier run of this process left it as slices, ranks keep these, and exchange rows only
+  where other ranks own them now.
+- If its values will be recovered, as after the loss of a rank, it is NaN until then.
+- If it is on the meta device, it is read from the `weight_source` of a module around it, such as
+  the folder of a pretrained model; each rank reads only the rows that it keeps.
+- If there is no source either, the model's own functions draw it: `_init_weights` of the nearest
+  module around it that has this method, as in Hugging Face models, or `reset_parameters`. They run
+  on the CPU, for one layer at a time (or one module outside the layers), each with a seed of its
+  own. So weights depend neither on the plan nor on the devices, and no rank ever has the whole
+  model.
 """
 
 import inspect

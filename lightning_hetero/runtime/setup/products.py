@@ -1,8 +1,9 @@
-"""Recompute a layer except for its matrix products and attention, by torch's own checkpointing.
+"""Selective recomputation: keep what matrix products and attention return, compute the rest again.
 
-Matrix products and attention take nearly all of a layer's time, and their outputs are about half of
-what autograd keeps. Outputs of batched matrix products aren't kept: where attention isn't a single
-operation, they are its scores.
+These operations take nearly all of a layer's time, and what they return is about half of what
+autograd keeps. So recomputing everything else saves the other half of the memory for little time.
+It is done by torch's own checkpointing. What batched matrix products return isn't kept: where
+attention isn't a single operation, these are its scores, which grow with the square of the length.
 
 `SavedBytes` counts the bytes that autograd saves for the backward pass, on any kind of device.
 """

@@ -1,14 +1,15 @@
-"""Measure the device types of a run once, and cache the profiles on disk.
+"""Keep on disk what was measured of devices, so that a later start needn't measure again.
 
-The first rank of each hardware type measures it, all types at the same time, unless there is a
-cached profile of the same model, micro-batches, device and package versions that isn't too old or
-broken. The times of an emulated device are those of its hardware, multiplied by its slowdown.
-Profiles are in `$LIGHTNING_HETERO_CACHE`, or else in `lightning-hetero` in the user's cache folder.
+A profile is made once for each type of hardware in a run, by the first rank that has it; all types
+are measured at the same time. It is used again for the same model, micro-batches, device and
+package versions. An emulated device has the times of its hardware, multiplied by its slowdown.
 
-`CorrectionFile` keeps, beside the profiles, how far the prediction of memory was off when a device
-ran out of it: one file for each device type and model. A later start on the same machine reads it
-before anything is planned, and shares it with the other ranks. Files that are older than 30 days,
-broken or of other versions are ignored.
+A `CorrectionFile` keeps how far the prediction of memory was off when a device ran out of it: one
+for each device type and model. A later start on the same machine reads it before anything is
+planned, and tells the other ranks.
+
+Both are in the folder `$LIGHTNING_HETERO_CACHE`, or else in `lightning-hetero` in the user's cache.
+Files that are older than 30 days, broken or of other versions are ignored.
 """
 
 import contextlib

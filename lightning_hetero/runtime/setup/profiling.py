@@ -1,11 +1,12 @@
-"""Measure layers on this device: times of blocks, memory of one layer, the optimizer's step.
+"""Measure how fast this device computes a model, and how much memory that takes: make a `Profile`.
 
 As in AutoHet §III-D, blocks of 1, 2, 4, 8, ... layers are timed for several micro-batches and TP
-degrees, forward and backward separately, and so are embedding and head. The layers are those of the
-reference model. One rank measures its device type alone, so there is no tensor-parallel group:
-`ModelShard` has what one rank of such a group computes, each sharded module a smaller one. The cost
-model adds the group's traffic for the links of the cluster. A model whose MLP has no gate is
-measured with a gated MLP of as many parameters.
+degrees, forward and backward separately, and so are the embedding, the head and an optimizer's
+step; the memory of one layer is counted. The layers are those of the reference model
+(`models.HeteroLM`) in the user's sizes, with a gated MLP of as many parameters if theirs has no
+gate. One rank measures its device type alone, without a tensor-parallel group: `ModelShard` has
+what one rank of a group computes, and the cost model adds the group's traffic for the links of the
+cluster.
 """
 
 import datetime

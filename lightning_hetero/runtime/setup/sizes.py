@@ -1,8 +1,9 @@
-"""Guess a `ModelSpec` from a module, so that its plans can be predicted.
+"""Find the sizes by which the planner predicts times and memory: guess a `ModelSpec` of a module.
 
-Exactly known are the number of layers, the parameters in the matrices of the largest layer (from
-which its FLOPs follow; all layers are planned as if they were as large), and those of the largest
-tables outside the layers. The rest is inferred:
+A module doesn't say what its dims mean. Some sizes are exact all the same: the number of layers,
+the parameters in the matrices of the largest layer (its FLOPs follow from them; all layers are
+planned as if they were as large), and those of the largest tables outside the layers. The others
+are guessed, unless a Hugging Face config tells them:
 
 - hidden size: the most frequent length of the layer's one-dimensional parameters (norms and
   biases), or of the dims of its matrices if there are none,

@@ -1,8 +1,9 @@
-"""Find weights that a module can read, such as those of a pretrained model's folder.
+"""Find out which weights can be read from somewhere, such as the folder of a pretrained model.
 
-A module has an attribute `weight_source` if its weights can be read; the source's names are
-relative to that module. `find_frozen` finds the weights that never train, and where each rank reads
-them.
+A module whose weights can be read has an attribute `weight_source`, in which they have the names
+that they have in that module. So no rank has to build the whole model: it reads its own rows.
+`find_frozen` finds weights that never train: if each rank can read them, they needn't be owned, and
+never travel.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_hetero.runtime.exchange.routes import Routes
 from tests.fits import Case, Outcome, assert_same_bits, attempt, fit
-from tests.plans import pipeline, plan_of, stage
+from tests.plans import CUT_LATE, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 
 pytestmark = pytest.mark.dist
@@ -70,7 +70,6 @@ def _run_by(rank: int, case: Case, kind: str, nodes: str) -> Exchanged:
 
 
 EQUAL = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (2, 0, 1)))
-UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
 SHARED = plan_of(pipeline(stage([0, 2], 0, 3)), pipeline(stage(1, 0, 1), stage(3, 1, 3)))
 PARTS = plan_of(pipeline(stage([0, 3], 0, 3)), pipeline(stage([2, 1], 0, 3)))
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
@@ -79,7 +78,7 @@ CASES = {
     "equal pipelines": Case(plan=EQUAL, world_size=3, width=32, num_rows=12),
     "whole parameters": Case(plan=EQUAL, world_size=3, ownership="parameter", num_rows=12),
     "unequal pipelines, bf16": Case(
-        plan=UNEQUAL, world_size=3, num_microbatches=2, precision="bf16-mixed", num_rows=8
+        plan=CUT_LATE, world_size=3, num_microbatches=2, precision="bf16-mixed", num_rows=8
     ),
     "the same part of two pipelines": Case(
         plan=PARTS, world_size=4, width=32, options={"tp_plan": TP_PLAN}, num_rows=8

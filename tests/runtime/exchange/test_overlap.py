@@ -9,7 +9,7 @@ import pytest
 from torch.profiler import ProfilerActivity, profile
 
 from tests.fits import Case, train
-from tests.plans import pipeline, plan_of, stage
+from tests.plans import CUT_LATE
 from tests.processes import ProcessPool
 
 pytestmark = pytest.mark.dist
@@ -53,7 +53,6 @@ def trace(rank: int, case: Case) -> list[Span]:
 
 
 # Two pipelines, so that every layer travels both ways; one has two stages.
-PLAN = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 2), stage(2, 2, 3)))
 LAYERS = ((0, 1, 2), (0, 1), (2,))
 """Of each rank."""
 
@@ -61,7 +60,7 @@ LAYERS = ((0, 1, 2), (0, 1), (2,))
 @pytest.fixture(scope="module")
 def traces(pool: ProcessPool) -> list[list[Span]]:
     rows = 2 * 4 * (TRACED_STEP + 1)
-    case = Case(plan=PLAN, width=32, batch_size=4, num_rows=rows, num_microbatches=2)
+    case = Case(plan=CUT_LATE, width=32, batch_size=4, num_rows=rows, num_microbatches=2)
     return pool.run(trace, len(LAYERS), case)
 
 

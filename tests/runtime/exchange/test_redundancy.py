@@ -19,7 +19,7 @@ from lightning_hetero.runtime.exchange import even
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.testing import EmulatedDevices
 from tests.fits import Case, Outcome, fit, outcome_of, train
-from tests.plans import pipeline, plan_of, stage
+from tests.plans import COPIES, STAGES, TRIPLE, pipeline, plan_of, stage
 from tests.processes import ProcessFailed, ProcessPool
 from tests.runtime.case_modules import RowsModule
 
@@ -176,12 +176,9 @@ def change_a_standby(strategy: HeteroStrategy, step: int) -> None:
         rows.view(torch.int32).flatten()[0] ^= 1 << 16
 
 
-TWO = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(1, 0, 3)))
 UNEQUAL = plan_of(pipeline(stage(0, 0, 3)), pipeline(stage(2, 0, 1), stage(1, 1, 3)))
 OTHER = plan_of(pipeline(stage(1, 0, 3)), pipeline(stage(0, 0, 2), stage(2, 2, 3)))
-STAGES = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 3)))
 SHARDED = plan_of(pipeline(stage([0, 1], 0, 4)), pipeline(stage(2, 0, 3), stage(3, 3, 4)))
-THREE = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(3)))
 FOUR = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in range(4)))
 COLLECTIVES = {"exchange": "collectives"}
 
@@ -189,7 +186,7 @@ CASES: dict[str, tuple[str, Disturb | None, dict[str, Any]]] = {
     "clipped, micro-batches in bf16": (
         "ab",
         None,
-        {"plan": TWO, "num_microbatches": 2, "precision": "bf16-mixed", "options": COLLECTIVES},
+        {"plan": COPIES, "num_microbatches": 2, "precision": "bf16-mixed", "options": COLLECTIVES},
     ),
     # A ring of three: one rank keeps both ends of a parameter.
     "tied, accumulated, other plan": (
@@ -216,7 +213,7 @@ CASES: dict[str, tuple[str, Disturb | None, dict[str, Any]]] = {
     "collectives in a ring": (
         "abc",
         None,
-        {"plan": THREE, "options": COLLECTIVES, "num_rows": 6, "clip_val": None},
+        {"plan": TRIPLE, "options": COLLECTIVES, "num_rows": 6, "clip_val": None},
     ),
 }
 
@@ -250,7 +247,7 @@ def test_copies_are_equal_bit_for_bit_and_train_as_one_device(pool: ProcessPool,
 @pytest.mark.parametrize("exchange", ["messages", "collectives"])
 def test_nobody_steps_before_all_have_their_gradients(pool: ProcessPool, exchange: str) -> None:
     """Else a rank that is lost meanwhile leaves the others at different steps."""
-    case = Case(plan=THREE, world_size=3, num_rows=18, options={"exchange": exchange})
+    case = Case(plan=TRIPLE, world_size=3, num_rows=18, options={"exchange": exchange})
     found = pool.run(times_of_a_slow_push, 3, case, "abc")
     pushed, stepped = (np.array(times) for times in zip(*found, strict=True))
     assert pushed.shape[1] > 1
@@ -262,7 +259,7 @@ def test_nobody_steps_before_all_have_their_gradients(pool: ProcessPool, exchang
     [
         Case(plan=UNEQUAL, world_size=3),
         # All weights are gathered, but not into what a standby keeps.
-        Case(plan=THREE, world_size=3, options=COLLECTIVES, num_rows=18),
+        Case(plan=TRIPLE, world_size=3, options=COLLECTIVES, num_rows=18),
     ],
     ids=["messages", "collectives"],
 )
@@ -275,8 +272,8 @@ def test_a_changed_copy_is_found_and_named_on_every_rank(pool: ProcessPool, case
         assert "of rank 0 on its standby 1" in text
 
 
-NORMS = Case(plan=TWO, world_size=2, optimizer="norms")
-TOY = Case(plan=TWO, world_size=2)
+NORMS = Case(plan=COPIES, world_size=2, optimizer="norms")
+TOY = Case(plan=COPIES, world_size=2)
 WHOLE = "Norms needs whole matrices: it steps the rows of a tensor otherwise"
 FULL = "Rank 0 has 0.000126 GiB to use, but weights, gradients and states take"
 

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_hetero.runtime.iteration.running_plan import PlanSwitch
 from tests.fits import Case, Outcome, assert_same_bits, fit
-from tests.plans import pipeline, plan_of, stage
+from tests.plans import CHAIN, UNEQUAL, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 
 pytestmark = pytest.mark.dist
@@ -17,10 +17,6 @@ THREE_PIPELINES = plan_of(
     pipeline(stage(0, 0, 3), num_microbatches=2),
     pipeline(stage(3, 0, 1), stage(1, 1, 3), num_microbatches=3),
     pipeline(stage(2, 0, 3), num_microbatches=1),
-)
-ASYMMETRIC = plan_of(
-    pipeline(stage(0, 0, 3)),
-    pipeline(stage(1, 0, 1), stage(2, 1, 3)),
 )
 
 
@@ -58,7 +54,7 @@ def names_of_stage(outcome: Outcome, first: int, last: int, num_layers: int) -> 
 def test_a_rank_holds_its_stage_and_its_slices_and_no_more(
     pool: ProcessPool, ownership: str
 ) -> None:
-    case = Case(plan=ASYMMETRIC, world_size=3, ownership=ownership, num_rows=16)
+    case = Case(plan=UNEQUAL, world_size=3, ownership=ownership, num_rows=16)
     outcomes = pool.run(fit, 3, case)
     stages = [(0, 3), (0, 1), (1, 3)]
     for outcome, (first, last) in zip(outcomes, stages, strict=True):
@@ -78,19 +74,18 @@ def test_a_rank_holds_its_stage_and_its_slices_and_no_more(
 def test_outer_weights_leave_the_stages_that_do_not_use_them_after_one_iteration(
     pool: ProcessPool,
 ) -> None:
-    plan = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
-    outcomes = pool.run(fit, 3, Case(plan=plan, world_size=3))
+    outcomes = pool.run(fit, 3, Case(plan=CHAIN))
     for outcome, index in zip(outcomes, range(3), strict=True):
         assert set(outcome.held) == names_of_stage(outcome, index, index + 1, 3)
         assert outcome.parameter_bytes[-1] <= outcome.parameter_bytes[0]
-    tied = pool.run(fit, 3, Case(plan=plan, world_size=3, tied=True))
+    tied = pool.run(fit, 3, Case(plan=CHAIN, tied=True))
     holders = [index for index, item in enumerate(tied) if "model.wte.weight" in item.held]
     assert holders == [0, 2]
 
 
 def test_an_idle_rank_holds_slices_only(pool: ProcessPool) -> None:
     plan = plan_of(pipeline(stage(2, 0, 2), stage(0, 2, 3)))
-    idle = pool.run(fit, 3, Case(plan=plan, world_size=3))[1]
+    idle = pool.run(fit, 3, Case(plan=plan))[1]
     assert idle.held == []
     assert idle.parameter_bytes[-1] == sum(idle.own_bytes.values()) > 0
 
@@ -99,8 +94,7 @@ def test_an_idle_rank_holds_slices_only(pool: ProcessPool) -> None:
 def test_1f1b_holds_the_activations_of_num_stages_minus_stage_index_microbatches(
     pool: ProcessPool, num_microbatches: int
 ) -> None:
-    plan = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
-    case = Case(plan=plan, world_size=3, num_microbatches=num_microbatches, batch_size=6)
+    case = Case(plan=CHAIN, num_microbatches=num_microbatches, batch_size=6)
     for index, outcome in enumerate(pool.run(fit, 3, case)):
         assert outcome.peak_in_flight == min(3 - index, num_microbatches)
 
@@ -123,7 +117,6 @@ def alive_when_others_are_made(rank: int, case: Case) -> list[int]:
 
 
 def test_weights_of_two_plans_are_never_held_at_once(pool: ProcessPool) -> None:
-    plan = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
-    for alive in pool.run(alive_when_others_are_made, 3, Case(plan=plan, world_size=3)):
+    for alive in pool.run(alive_when_others_are_made, 3, Case(plan=CHAIN)):
         assert len(alive) > 1, "the first iteration shows where outer weights are used"
         assert not any(alive)

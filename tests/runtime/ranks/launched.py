@@ -8,7 +8,8 @@ import pathlib
 import lightning as L
 import torch
 
-from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero import HeteroStrategy
+from tests.plans import UNEQUAL
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 
 
@@ -20,16 +21,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plan = ParallelPlan.from_dict(
-        {
-            "pipelines": [
-                {"stages": [{"ranks": [0], "layers": [0, 3]}]},
-                {"stages": [{"ranks": [1], "layers": [0, 1]}, {"ranks": [2], "layers": [1, 3]}]},
-            ]
-        }
-    )
     strategy = HeteroStrategy(
-        plan, num_microbatches=2, start_method=arguments.start_method, whole_after_run=True
+        UNEQUAL, num_microbatches=2, start_method=arguments.start_method, whole_after_run=True
     )
     trainer = L.Trainer(strategy=strategy, **quiet(devices=arguments.devices, max_steps=3))
     module = ToyModule(ToyOptions())

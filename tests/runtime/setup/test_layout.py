@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import OuterRole
@@ -54,6 +55,7 @@ LISTS: dict[str, nn.Module] = {
     "dropouts": nn.ModuleList([nn.Dropout(), nn.Dropout()]),
     "tables": nn.ModuleList([nn.Embedding(500, 8), nn.Embedding(500, 8)]),
     "alone": nn.Sequential(nn.Linear(64, 64)),
+    "normed": spectral_norm(nn.Linear(64, 64)),
     "empty": nn.ModuleList(),
 }
 
@@ -66,7 +68,7 @@ LISTS: dict[str, nn.Module] = {
         (("hybrid", "largest"), "hybrid"),
         (("unlike", "small"), "small"),
         (("one",), "one"),
-        (("mixed", "unlike", "dropouts", "tables", "alone", "empty"), None),
+        (("mixed", "unlike", "dropouts", "tables", "alone", "normed", "empty"), None),
     ],
 )
 def test_layers_are_the_list_of_like_modules_with_most_parameters(

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.runtime.stage import activations
-from tests.plans import pipeline, plan_of, stage
+from tests.plans import CHAIN
 from tests.processes import ProcessPool
 from tests.runtime.steps.layer_modules import HandsOn
 from tests.toy import quiet
@@ -53,11 +53,8 @@ def most_messages_alive(rank: int, plan: dict[str, Any], num_microbatches: int) 
     return most
 
 
-THREE = plan_of(pipeline(stage(0, 0, 1), stage(1, 1, 2), stage(2, 2, 3)))
-
-
 def test_a_rank_keeps_no_more_messages_than_may_be_on_their_way(pool: ProcessPool) -> None:
-    found = pool.run(most_messages_alive, 3, THREE, 64)
+    found = pool.run(most_messages_alive, 3, CHAIN, 64)
     # As many hidden states as the stage holds, and gradients as the one before holds; in the first
     # iteration of the validation two hidden states, in two parts each.
     assert all(most <= limit for most, limit in zip(found, [4, 2 + 3, 2], strict=True))

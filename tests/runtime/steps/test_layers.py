@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fits import Make, attempt, check, each, fit, refused
-from tests.plans import COPIES, SHARDED, STAGES, THREE, pipeline, plan_of, stage
+from tests.plans import COPIES, SHARDED, STAGES, THREE, TURNED, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.steps.layer_modules import (
     Catches,
@@ -21,7 +21,6 @@ from tests.runtime.steps.layer_modules import (
 pytestmark = pytest.mark.dist
 
 SHARED = plan_of(pipeline(stage([0, 1], 0, 1), stage([2, 3], 1, 3)))
-TURNED = plan_of(pipeline(stage(1, 0, 2), stage(0, 2, 3)))
 IN_TURN = (TURNED, STAGES) * 3
 PAIR = {"num_microbatches": 1}
 MIXING = {"allow_mixing": True}

@@ -15,7 +15,7 @@ from lightning_hetero.runtime.stage.recomputation import LayerCall
 from lightning_hetero.runtime.stage.side_tensors import refuse_pieces
 from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts
 from tests.fits import Case, check, check_refused, fit
-from tests.plans import pipeline, plan_of, stage
+from tests.plans import SHARDED, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.test_parity import recomputation
 from tests.runtime.toy_lm import TOY_PLAN, ToyLM
@@ -35,7 +35,6 @@ WIDER = plan_of(pipeline(stage(0, 0, 1), stage([4, 1], 1, 3)), pipeline(stage([3
 BULGE = plan_of(pipeline(stage(2, 0, 1), stage([3, 0], 1, 2), stage(1, 2, 3)))
 NARROWER = plan_of(pipeline(stage([2, 0], 0, 2), stage(1, 2, 3)))
 FOUR = plan_of(pipeline(stage([1, 0, 2, 3], 0, 3)))
-PAIR = plan_of(pipeline(stage([0, 1], 0, 3)))
 CASES: list[tuple[dict[str, Any], int, dict[str, Any]]] = [
     (MIXED, 3, {**TOY, "accumulate": 2, "clip_val": 0.1}),
     (MIXED_STAGED, 4, {**PACKED, "tied": False, "num_microbatches": 3}),
@@ -108,7 +107,7 @@ def test_any_small_plan_with_degrees_trains_as_a_single_device_does(
 
 
 def test_a_rank_holds_its_share_of_what_is_sharded(pool: ProcessPool) -> None:
-    outcomes = pool.run(fit, 2, Case(plan=PAIR, world_size=2, model="packed"))
+    outcomes = pool.run(fit, 2, Case(plan=SHARDED, world_size=2, model="packed"))
     whole = sum(value.nbytes for value in outcomes[0].weights.values())
     norms = sum(value.nbytes for name, value in outcomes[0].weights.items() if "norm" in name)
     # Both ranks hold norms, and halves of the vocabulary's 23 rows are a row apart.
@@ -123,16 +122,16 @@ REFUSED: dict[str, tuple[Case, tuple[str, ...]]] = {
         Case(plan=plan_of(pipeline(stage([2, 0, 1], 0, 3))), world_size=3, model="packed"),
         ("ModelError", "4 heads", "Degrees that work for this model: 1, 2, 4."),
     ),
-    "modules without a plan": (Case(plan=PAIR, world_size=2, model="toy"), ("tp_plan=",)),
+    "modules without a plan": (Case(plan=SHARDED, world_size=2, model="toy"), ("tp_plan=",)),
     "impossible sequence parallelism": (
-        Case(plan=PAIR, world_size=2, model="toy", options=GATHERED_CUT),
+        Case(plan=SHARDED, world_size=2, model="toy", options=GATHERED_CUT),
         (
             "sequence_parallel=True isn't possible",
             "norm1.weight is whole inside a sharded region",
         ),
     ),
     "a token beyond a sharded vocabulary": (
-        Case(plan=PAIR, world_size=2, **{**TOY, "model": "unknown id"}),
+        Case(plan=SHARDED, world_size=2, **{**TOY, "model": "unknown id"}),
         ("Index 25 is out of range: there are 23",),
     ),
 }
