@@ -92,7 +92,7 @@ class LayerwiseCheckpoint(Checkpoint):
             begins a new run: old checkpoints stay, but no later start continues from them.
 
     Raises:
-        ConfigurationError: The options, or strategy and callbacks, don't go together.
+        ConfigurationError: The options contradict each other, or the strategy and callbacks do.
         CheckpointError: There are checkpoints, but none can be read; a place can't be read or
             written when fitting starts, or another live job writes there; no disk or store has
             taken a checkpoint for too long, or none has the newest one when training ends.
