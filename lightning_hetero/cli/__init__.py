@@ -27,7 +27,8 @@ _COMMANDS = {
     "profile": "measure layer times and memory on this machine",
     "checkpoint": "list, inspect, verify, export, reject and prune checkpoints",
     "report": "write an HTML page about a run",
-    "stragglers": "find out from a log or trace what slowed a run or any other job",
+    "stragglers": "find out from a log what slowed a run or any other job",
+    "explain": "find out from a trace of operations why a run was slow",
 }
 _EXIT_BAD_INPUT = 2
 
@@ -35,6 +36,8 @@ _EXIT_BAD_INPUT = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code; a user's mistake is one line and code 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:2] == ["stragglers", "explain"]:
+        del words[0]
     parser = argparse.ArgumentParser(
         prog="lightning-hetero",
         description="Plan and simulate training on unequal GPUs, and inspect the files of runs.",

@@ -53,7 +53,7 @@ class Rate(Pace):
 
 
 class _Places(NamedTuple):
-    """What the seconds of stages depend on besides their layers, as arrays of one shape."""
+    """What the seconds of stages depend on, apart from their layers; arrays of one shape."""
 
     end: IntArray
     """Indices of `ENDS`."""

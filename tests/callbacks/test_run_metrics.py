@@ -7,14 +7,17 @@ import pytest
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_hetero import HeteroStrategy
+from lightning_hetero.autoplan.out_of_memory import MemoryWatch
 from lightning_hetero.callbacks import (
     LayerwiseCheckpoint,
+    RunLog,
     RunMetrics,
     StragglerMonitor,
     run_metrics,
 )
 from lightning_hetero.core.devices import KNOWN_DEVICES
 from lightning_hetero.core.errors import ConfigurationError
+from lightning_hetero.core.event_log import read_entries
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.models.batches import AssignedBatch
 from tests.data.dynamic_runs import LENGTHS, Candidates, Module
@@ -85,13 +88,17 @@ def train_with_all(rank, folder):
     return record.iterations, logger.rows
 
 
-def train_with_accumulation(rank):
+def train_with_accumulation(rank, folder):
     """Train on an ordinary loader, two batches a step; return what is logged."""
     logger = Kept()
-    options = quiet(devices=2, callbacks=[RunMetrics()], logger=logger)
+    callbacks = [RunMetrics(), RunLog(folder / "events.jsonl")]
+    options = quiet(devices=2, callbacks=callbacks, logger=logger)
     options |= {"max_steps": 3, "accumulate_grad_batches": 2, "log_every_n_steps": 1}
     trainer = L.Trainer(**options, strategy=HeteroStrategy(num_stages=1))
-    trainer.fit(ToyModule(ToyOptions()), loader(24, 2))
+    in_use = iter([(100, 0.0), (105, 0.0), (200, 0.0)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MemoryWatch, "in_use", lambda _: next(in_use))
+        trainer.fit(ToyModule(ToyOptions()), loader(24, 2))
     return logger.rows
 
 
@@ -142,12 +149,16 @@ def test_every_scalar_is_logged_with_its_value_by_rank_0(pool, tmp_path):
 
 
 @pytest.mark.dist
-def test_a_step_of_several_batches_has_one_row_and_ordinary_data_no_stall(pool):
-    rows = rows_of(pool.run(train_with_accumulation, 2)[0])
+def test_a_step_of_several_batches_has_one_row_and_ordinary_data_no_stall(pool, tmp_path):
+    rows = rows_of(pool.run(train_with_accumulation, 2, tmp_path)[0])
     names = ["iteration_s", "tokens_per_s", "bubble_share", "imbalance", "exchange_wait_s"]
     assert {step: {*row} for step, row in rows.items()} == {
         step: {f"run/{name}" for name in names} for step in (1, 2, 3)
     }
+    # The log has the ranks' memory once, and again only if it has changed.
+    noted = [entry for _, entry in read_entries(tmp_path / "events.jsonl")]
+    noted = [entry.get("memory") for entry in noted if entry["event"] == "metrics"]
+    assert noted == [[[100, 0]] * 2, None, [[200, 0]] * 2]
 
 
 def test_another_strategy_is_refused():

@@ -203,6 +203,11 @@ def test_the_command_reads_compressed_json_lines_and_says_what_to_do(tmp_path, c
     entry = json.loads(shares.read_text())
     assert {"kind", "which", "share"} <= entry["causes"][0].keys()
     assert entry["actual_s"] / entry["ideal_s"] == pytest.approx(entry["slowdown"])
+    with pytest.raises(SystemExit):
+        main(["stragglers", "explain", "--help"])
+    help_text = capsys.readouterr().out
+    assert "usage: lightning-hetero stragglers explain [-h]" in help_text
+    assert "$ lightning-hetero stragglers explain operations/" in help_text
 
 
 @pytest.mark.parametrize(

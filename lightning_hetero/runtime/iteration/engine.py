@@ -260,7 +260,7 @@ class Engine:
     def _check_split(
         self, step: Callable[[Any], Any], batches: Sequence[Any], seed: tuple[int, ...]
     ) -> None:
-        """Check whether the loss is a sum or a mean; called by all ranks, in five iterations."""
+        """Check whether the loss is a sum or a mean; called by all ranks, in few iterations."""
         running = self.plans.running
 
         with self._stage_ready(running):

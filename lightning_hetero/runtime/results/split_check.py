@@ -110,7 +110,7 @@ def _state_of(generator: Any) -> str:
     return pickle.dumps(generator).hex()
 
 
-_DUE = frozenset({0, 1, 10, 100, 1000})
+_DUE = frozenset({0, *(10**power for power in range(9))})
 _AT_ONCE = 2**12
 """Elements of gradients that are multiplied in float64 at a time, which takes twice the memory."""
 _FACTOR = 3.0
