@@ -131,11 +131,11 @@ def place(
 ) -> Arrangement | None:
     """Return an arrangement of pipelines, in their order, or None if the nodes can't hold them.
 
-    For STAGES_TOGETHER a stage takes the first node with room: first stages first, or the widest
-    ones if nodes can't hold all pipelines otherwise. For PIPELINES_TOGETHER the widest pipelines
-    come first, and a stage stays on the node of the previous stage. If there is no room, it takes
-    the node that it and the following stages of its class fill best, or the node with the most
-    room.
+    For STAGES_TOGETHER a stage takes the largest node that has room: first stages first, or the
+    widest ones if nodes can't hold all pipelines otherwise. For PIPELINES_TOGETHER the widest
+    pipelines come first, and a stage stays on the node of the previous stage. If there is no room,
+    it takes the node that it and the following stages of its class fill best, or the node with the
+    most room.
 
     Args:
         pipelines: Class of nodes and TP degree of every stage.
@@ -144,8 +144,8 @@ def place(
         order: What to keep together.
     """
     nodes_of: dict[int, list[int]] = {}
-    for node, kind in enumerate(classes):
-        nodes_of.setdefault(kind, []).append(node)
+    for node in sorted(range(len(counts)), key=lambda node: -counts[node]):
+        nodes_of.setdefault(classes[node], []).append(node)
     if order is MappingOrder.PIPELINES_TOGETHER:
         found = _pipelines_together(pipelines, nodes_of, list(counts))
     else:

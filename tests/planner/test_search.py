@@ -321,6 +321,14 @@ def by_hand(*pipelines):
                 (8, (range(32, 40), 11), (range(72, 76), 7), (range(76, 80), 6)),
             ),
         ),
+        # The largest node is not the first one, and has room for all pipelines.
+        (
+            [("A40", 4), ("A40", 3), ("A40", 8)],
+            1.75e8,
+            "gpt-neo-2.7b",
+            1024,
+            by_hand(*[(1, ((rank,), 32)) for rank in range(7, 15)]),
+        ),
     ],
 )
 def test_search_is_no_slower_than_plans_by_hand(nodes, bytes_per_s, model, length, given):
