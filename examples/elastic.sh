@@ -58,11 +58,11 @@ wait_for_step() {
 }
 
 for ((i = 0; i < num_nodes; i++)); do start "node$i"; done
-wait_for_step $((steps / 5 / 10 * 10))
+wait_for_step $((steps < 50 ? 10 : steps / 5 / 10 * 10))  # Every tenth step is printed.
 echo "killing $last"
 lose "$last"
 rm -rf "${out:?}/$last"
-wait_for_step $((steps / 2 / 10 * 10))
+wait_for_step $((steps < 20 ? 10 : steps / 2 / 10 * 10))
 echo "starting $last again"
 start "$last"
 wait "${agents[node0]}"

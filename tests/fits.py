@@ -19,6 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
+from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.runtime.slices import wholes
 from tests.plans import Plan, size_of
 from tests.processes import ProcessPool
@@ -244,12 +245,15 @@ def fit(rank: int, case: Case) -> Outcome:
 
 
 def attempt(rank: int, *cases: Case) -> list[Outcome | str]:
-    """Train cases one after the other; return the error of each one that is refused."""
+    """Train cases one after the other; return the error of each one that is refused.
+
+    An index out of range is the user's, as on one device; any other error is a defect.
+    """
     found: list[Outcome | str] = []
     for case in cases:
         try:
             found.append(fit(rank, case))
-        except Exception as error:
+        except (HeteroError, IndexError) as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
 

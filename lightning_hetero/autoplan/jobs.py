@@ -47,7 +47,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A search for the ranks that run, and whether it is needed."""
+    """What is planned for: the ranks that run, their batch, and the search if one is needed."""
 
     task: PlanningTask
     """The search, without measured costs; its sizes of micro-batches divide the iteration."""

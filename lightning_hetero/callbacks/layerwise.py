@@ -48,6 +48,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
+from lightning_hetero.runtime.ranks.failure import AgreedExit
 from lightning_hetero.strategy.run import note, run_of
 
 __all__ = ["LayerwiseCheckpoint"]
@@ -91,7 +92,7 @@ class LayerwiseCheckpoint(Checkpoint):
             begins a new run: old checkpoints stay, but no later start continues from them.
 
     Raises:
-        ConfigurationError: The options, or strategy and callbacks, don't go together.
+        ConfigurationError: The options contradict each other, or the strategy and callbacks do.
         CheckpointError: There are checkpoints, but none can be read; a place can't be read or
             written when fitting starts, or another live job writes there; no disk or store has
             taken a checkpoint for too long, or none has the newest one when training ends.
@@ -325,9 +326,10 @@ class LayerwiseCheckpoint(Checkpoint):
         self._live = LiveSteps()
 
     @override
-    def on_exception(self, *_: Any) -> None:
-        # Don't wait for unfinished writes: other ranks may be gone, and a restart is due.
-        self._let_go()
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        # Don't wait for unfinished writes: other ranks may be gone, and a restart is due. If this
+        # rank leaves alone, the others go on in its folders.
+        self._let_go(goes_on=isinstance(exception, AgreedExit) and exception.code == 0)
         self._live = LiveSteps()
 
     def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:

@@ -160,7 +160,7 @@ class PeerFiles:
         except HTTPException as error:
             raise OSError(f"{self}: {error!r}") from error
         except TimeoutError as error:
-            raise TimeoutError(f"{self} hasn't moved for {self._timeout_s:g} s") from error
+            raise TimeoutError(f"{self} made no progress for {self._timeout_s:g} s") from error
         finally:
             connection.close()
         if answer.status == 206:

@@ -178,7 +178,7 @@ class Peers:
         self, work: "Future[_T]", describe: Callable[[_T], Mapping[str, Any]]
     ) -> Mapping[str, Any]:
         if not work.done():
-            why = f"storage hasn't moved for {self.timeout_s:g} s."
+            why = f"storage made no progress for {self.timeout_s:g} s."
         elif (error := work.exception()) is not None:
             why = str(error)
         else:
@@ -212,7 +212,10 @@ class Peers:
             pause_s = min(2.0 * pause_s, 0.05 * _LOOK_AGAIN_S)
 
     def _find_gone(self) -> int | None:
-        """Return a rank whose process has ended, if its predecessor has found that out."""
+        """Return a rank whose process has ended; None if no rank has found one.
+
+        Each rank checks the next one, and tells all others through the store.
+        """
         assert self._keys is not None
         following = (self.global_rank + 1) % self.world_size
         key = f"checkpoint/address {following}"

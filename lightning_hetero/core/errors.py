@@ -8,7 +8,7 @@
     ├── ModelError          a module that can't be cut into stages or shards
     ├── BatchError          a batch that can't be cut into micro-batches
     ├── StepError           a training_step (or other step) that breaks the contract
-    ├── ConfigurationError  Trainer or strategy options that don't go together
+    ├── ConfigurationError  Trainer or strategy options that contradict each other
     ├── ProfileError        a profile that is broken, stale or for something else
     ├── PlanningError       no plan satisfies the constraints
     ├── AssignmentError     samples that fit into no micro-batch of any plan
@@ -57,7 +57,7 @@ class StepError(HeteroError, RuntimeError):
 
 
 class ConfigurationError(HeteroError, ValueError):
-    """Trainer or strategy options that don't go together."""
+    """Trainer or strategy options that contradict each other."""
 
 
 class ProfileError(HeteroError, ValueError):

@@ -34,10 +34,11 @@ QUANTIZATIONS: Mapping[str, float] = {
     "fp4-double": 4 + 8 / 64 + 32 / (64 * 256),
     "int4": 4 + 32 / 128,
     "int8": 8.0,
+    "float8": 8.0,
 }
 """Bits per weight, including the scales of its block: bitsandbytes' 4-bit formats with fp32 scales,
-or with scales that are quantized themselves; torchao's int4 in groups of 128; int8 with a scale for
-each row, which is negligible."""
+or with scales that are quantized themselves; torchao's int4 in groups of 128; 8 bits with a scale
+for each row, which is negligible."""
 
 
 @readable
@@ -79,19 +80,22 @@ def read_quantization(config: Mapping[str, Any], name: str) -> FineTuning | None
         ModelError: The method isn't known.
     """
     found = config.get("quantization_config")
-    if not isinstance(found, Mapping):
+    if found is None:
         return None
-    kind = _kind_of(found)
+    settings = found if isinstance(found, Mapping) else {}
+    kind = _kind_of(settings)
     if kind in QUANTIZATIONS:
-        return FineTuning(stored_bits=QUANTIZATIONS[kind], method=kind.upper())
-    bits, group = found.get("bits"), found.get("group_size")
-    if isinstance(bits, int) and isinstance(group, int) and bits > 0:
+        size = re.search(r"group_size\W+([1-9]\d*)", str(settings.get("quant_type")))
+        stored = 4 + 32 / int(size[1]) if kind == "int4" and size else QUANTIZATIONS[kind]
+        return FineTuning(stored_bits=stored, method=kind.upper())
+    bits, group = settings.get("bits"), settings.get("group_size")
+    if type(bits) is type(group) is int and bits > 0:
         # GPTQ and AWQ: a 16-bit scale and a zero point for each group, or for each row.
         stored = bits + ((16 + bits) / group if group > 0 else 0.0)
         return FineTuning(stored_bits=stored, method=f"{kind.upper()} {bits}-bit")
     raise ModelError(
-        f"{name} is quantized by {show(dict(found))}, whose bytes aren't known. Known are "
-        "bitsandbytes in 4 and 8 bits, torchao's int4 and int8, GPTQ and AWQ."
+        f"{name} is quantized by {show(found)}, whose bytes aren't known. Known are "
+        "bitsandbytes in 4 and 8 bits, torchao's int4, int8 and float8, GPTQ and AWQ."
     )
 
 
@@ -102,10 +106,11 @@ def _kind_of(config: Mapping[str, Any]) -> str:
     if method == "bitsandbytes":
         double = "-double" if config.get("bnb_4bit_use_double_quant") else ""
         four = str(config.get("bnb_4bit_quant_type", "fp4")) + double
-        return four if config.get("load_in_4bit") else "int8"
+        eight = "int8" if config.get("load_in_8bit") else method
+        return four if config.get("load_in_4bit") else eight
     if method == "torchao":
-        bits = re.search(r"int([48])", str(config.get("quant_type")), re.IGNORECASE)
-        return f"int{bits[1]}" if bits else method
+        name = re.search(r"int[48x]|float8", str(config.get("quant_type")), re.IGNORECASE)
+        return name[0].lower().replace("x", "8") if name else method  # intx is stored as int8.
     return method
 
 
@@ -176,7 +181,9 @@ _ADAPTER = "adapter_config.json"
 _ATTENTION, _MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 _SAME_AS = {"out_proj": "o_proj", "fc1": "up_proj", "fc2": "down_proj"}
 _EMBEDDINGS, _HEADS = {"embed_tokens", "wte"}, {"lm_head"}
-_UNCOUNTED = ("use_dora", "rank_pattern", "layers_to_transform", "exclude_modules")
+_UNCOUNTED = (
+    *("use_dora", "rank_pattern", "layers_to_transform", "exclude_modules", "target_parameters"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

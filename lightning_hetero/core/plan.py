@@ -379,13 +379,12 @@ class ParallelPlan:
                 str(stage_index),
                 ",".join(map(str, stage.ranks)),
                 str(stage.tp_degree),
-                f"{stage.layers.start}-{stage.layers.stop - 1}",
-                str(len(stage.layers)),
+                f"{stage.layers.start}-{stage.layers.stop - 1} ({len(stage.layers)})",
                 _work(self.pipelines[pipeline_index]),
             )
             for pipeline_index, stage_index, stage in self.iter_stages()
         ]
-        header = ["pipeline", "stage", "ranks", "tp", "layers", "count", "micro-batches"]
+        header = ["pipeline", "stage", "ranks", "TP", "layers", "micro-batches"]
         stages = [stage for _, _, stage in self.iter_stages()]
         cells = [describe_recomputation(**stage.recomputation) or "-" for stage in stages]
         if set(cells) != {"-"}:

@@ -179,7 +179,7 @@ class Deadline:
         """
         while not wait([future], timeout=min(1.0, self._timeout_s)).done:
             if self.is_over:
-                raise TimeoutError(f"Nothing has moved for {self._timeout_s:g} s.")
+                raise TimeoutError(f"There was no progress for {self._timeout_s:g} s.")
 
 
 class AnsweringProcess:

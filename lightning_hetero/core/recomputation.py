@@ -1,4 +1,4 @@
-"""Decide how many layers of a stage each micro-batch computes again in backward.
+"""Decide how many layers of a stage each micro-batch recomputes in backward.
 
 A recomputed layer keeps only its input, not everything that autograd saves. Only the first layers
 of a stage are recomputed: backward reaches them last, when the other layers have been freed and

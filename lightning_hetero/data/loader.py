@@ -48,6 +48,8 @@ class Ticket:
 
 @dataclass(frozen=True, kw_only=True)
 class _Ahead:
+    """An iteration whose assignment was requested, and which isn't dealt yet."""
+
     drawn: Drawn
     key: str
     request: AssignmentRequest

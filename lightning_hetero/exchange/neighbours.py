@@ -18,7 +18,7 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 __all__ = ["Edge", "Neighbour", "SentPiece", "deal_pieces", "find_neighbours", "stage_edges"]
 
 Edge = tuple[int, int, int]
-"""Sender, receiver and channel of messages that keep their order."""
+"""A queue of messages, as (sender, receiver, channel). Messages of one edge keep their order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,9 +58,13 @@ def spread_ownership(units: Sequence[OwnedUnit], shares: Sequence[float]) -> lis
     factors = {rank: min(1.0, spare[rank] / size) for rank, size in wanted.items()}
     for index, rank, size in claims:
         give(index, rank, size * factors[rank])
+    least = [_NOTHING * unit.size for unit in units]
     for index, rank, _ in claims:
-        give(index, rank, inf)
+        if left[index] > least[index]:
+            give(index, rank, inf)
     for index, unit in enumerate(units):
+        if left[index] <= least[index]:
+            continue
         middle = fmean(rank for ranks in unit.holders for rank in ranks)
         for rank in sorted(range(len(spare)), key=lambda rank: abs(rank - middle)):
             give(index, rank, inf)

@@ -235,7 +235,7 @@ def _parts(batch: Any, cuts: Sequence[int]) -> list[Any]:
 
 
 def fingerprint_of(parts: Sequence[Any]) -> int:
-    """Return a checksum of a rank's batch or micro-batches, to compare between ranks.
+    """Return a checksum of a rank's batch or micro-batches, by which ranks compare them.
 
     It covers the number of parts, the shapes of all tensors of the first and last part and, of
     tensors on the CPU, the first 64 values.

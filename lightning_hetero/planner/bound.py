@@ -38,7 +38,7 @@ _STEPS, _GUESSES, _CUTS = 16, 2, 8
 interval is halved; and rounds of pricing for each."""
 
 _Taking = tuple[float, FloatArray]
-"""What a pipeline finishes, and the devices of each class that it uses."""
+"""What a pipeline finishes by T (samples in `_Mixed`), and the devices it uses of each class."""
 
 
 def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:

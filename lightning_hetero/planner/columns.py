@@ -53,7 +53,7 @@ class Rate(Pace):
 
 
 class _Places(NamedTuple):
-    """What the seconds of stages depend on besides their layers, as arrays of one shape."""
+    """What the seconds of stages depend on, apart from their layers; arrays of one shape."""
 
     end: IntArray
     """Indices of `ENDS`."""
@@ -119,6 +119,9 @@ class ColumnTimes:
         self._known: dict[Column, Rate | None] = {}
         self.splits: dict[tuple[Column, int], tuple[int, ...] | None] = {}
         """Layers that were chosen for columns and micro-batches, see `splitting`."""
+        is_near = order is MappingOrder.PIPELINES_TOGETHER
+        self.num_together = 1 if is_near else ownership.num_pipelines
+        """Number of pipelines whose equal stages are placed one after another."""
         share = stages.workload.num_microbatches / ownership.num_pipelines
         self.usual = max(1, round(share))
 
@@ -295,18 +298,19 @@ class ColumnTimes:
         return np.array(rows).reshape(-1, 2).T
 
     def _inside(self, options: tuple[Option, ...]) -> tuple[bool, ...]:
-        """Return which neighbouring stages share a node if stages fill one node after another."""
-        if self.order is MappingOrder.STAGES_TOGETHER:
-            return (False,) * (len(options) - 1)
-        found = []
-        left = {kind: max(self.stages.counts_of_class[kind]) for kind, _ in options}
-        left[options[0].node_class] -= options[0].tp_degree
-        for one, (kind, degree) in itertools.pairwise(options):
-            found.append(one.node_class == kind and degree <= left[kind])
-            if degree > left[kind]:
-                left[kind] = max(self.stages.counts_of_class[kind])
-            left[kind] -= degree
-        return tuple(found)
+        """Return which neighbouring stages share a node if stages fill one node after another.
+
+        In the order STAGES_TOGETHER, each stage does so together with those of equal pipelines.
+        """
+        sizes = {kind: max(self.stages.counts_of_class[kind]) for kind, _ in options}
+        left, before, found = dict(sizes), -1, []
+        for kind, degree in options:
+            needed = degree * self.num_together
+            fits = needed <= left[kind]
+            found.append(fits and kind == before)
+            left[kind] = left[kind] - needed if fits else -needed % sizes[kind]
+            before = kind
+        return tuple(found[1:])
 
     def _hop_s(self, one: Option, other: Option, inside: bool) -> tuple[float, float]:  # noqa: FBT001
         """Return seconds of a hidden state between two stages, and of its gradient back."""

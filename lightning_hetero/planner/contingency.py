@@ -1,7 +1,7 @@
 """Run searches in another process, before their results are needed.
 
-All inputs of a search are data, and equal inputs give equal plans. So a process of low priority can
-search for the plans that the loss of a rank would need, while training goes on.
+A plan follows from the inputs of its search, and these can be pickled. So while training goes on,
+another process of low priority can search for the plan that training needs if a rank is lost.
 """
 
 import os
@@ -41,7 +41,7 @@ class Task(Protocol[_Answer_co]):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanBasis:
-    """All inputs of a plan's prediction, so that other plans can be predicted by them."""
+    """All that a predicted time depends on besides the plan: one basis makes plans comparable."""
 
     cluster: Cluster
     model: ModelSpec
@@ -62,9 +62,9 @@ class PlanningTask:
     basis: PlanBasis
     options: PlanningOptions
     sizes: tuple[int, ...] = ()
-    """Sizes of micro-batches to choose from; none for the workload's own."""
+    """Sizes of micro-batches to choose from; if empty, micro-batches have the workload's size."""
     schedule: Schedule = Schedule.ONE_F_ONE_B
-    """What will run: by it the best plans are judged."""
+    """The schedule that will run; the best plans are simulated again under it."""
 
     def solve(self) -> PlanningResult | PlanningError:
         """Return the best plans, or the error if there are none."""
@@ -84,9 +84,9 @@ class ProposalTask:
     """All inputs of candidate plans for samples of different lengths (Hydraulis §7)."""
 
     typical: PlanningTask
-    """The search for samples of one typical length; its best plan is tried, too."""
+    """The search for samples of one typical length; its best plan becomes a candidate, too."""
     lengths: tuple[int, ...]
-    """Tokens of each sample, or of each in a representative part of them."""
+    """Tokens of each sample of the data, or of a representative part of the samples."""
     tokens_per_step: int
     """Tokens of an iteration on all pipelines together."""
     options: CandidateOptions

@@ -31,11 +31,9 @@ from lightning_hetero.simulator import CostModel, Simulation
 
 __all__ = ["FastestPlans", "SearchTask", "priced"]
 
-_NEAR = 1.06
-"""Mixes of masters whose T is at most this multiple of the best one's are placed."""
 _NARROWED = 3
 """Largest number of stages that get a lower TP degree so that nodes have room for a mix."""
-_MASTERS = 8
+_MASTERS = 16
 """Largest number of masters near the best one whose mixes are used, for each ownership."""
 _MOVED = 6
 """Number of the fastest mixes that are also used with layers moved between stages."""
@@ -156,17 +154,18 @@ class FastestPlans:
         best = min(times, key=times.__getitem__)
         other = self._solve(Ownership(best), far)
         if not abs(other / times[best] - 1) < _SAME_ORDER:
-            for number, seconds in times.items():
-                if seconds <= times[best] * _NEAR:
-                    self._solve(Ownership(number), far)
+            self._scan(lambda n: self._solve(Ownership(n), far), numbers)
         if self.judge.cost.layout.is_owned_by_room:
-            self._follow_room(times, numbers[max(0, bisect_left(numbers, best) - 1) :])
+            # Masters use up to so many pipelines, and may use fewer.
+            used = sum(number for _, number in self.solved[Ownership(best), near].best_columns())
+            least = bisect_left(numbers, max(1, round(used)))
+            self._follow_room(times, numbers[max(0, least - 1) :])
         return min(master.time_s for master in self.solved.values())
 
     def _follow_room(self, times: Mapping[int, float], numbers: Sequence[int]) -> None:
         """Solve masters with owners by room for the best number, and for more than fit otherwise.
 
-        If they gain something there, for other numbers, too.
+        Also for the least of some numbers. If they gain something there, for other numbers, too.
         """
 
         def solve(number: int) -> float:
@@ -174,7 +173,7 @@ class FastestPlans:
 
         least_s = min(times.values())
         lacking = [n for n in numbers if times.get(n) == np.inf]
-        near = [min(times, key=times.__getitem__), *lacking[:1]]
+        near = [min(times, key=times.__getitem__), *lacking[:1], numbers[0]]
         if least_s == np.inf or min(map(solve, near)) <= least_s * (1 - _SAME_ORDER):
             rooms = self._scan(solve, numbers)
             best = Ownership(min(rooms, key=rooms.__getitem__), by_room=True)
@@ -221,12 +220,10 @@ class FastestPlans:
         masters.sort(key=lambda master: master.time_s)
         found: list[tuple[Master, Mix]] = []
         for by_room in (False, True):
-            alike = [m for m in masters if m.by_room is by_room]
+            alike = [m for m in masters if m.by_room is by_room][:_MASTERS]
             near = [m for m in alike if m.time_s <= alike[0].time_s * _FAR]
-            for master in near[: 2 * _MASTERS]:
+            for master in near:
                 master.add_moved()
-            alike = sorted(near, key=lambda master: master.time_s)
-            near = [m for m in alike[:_MASTERS] if m.time_s <= alike[0].time_s * _NEAR]
             mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
             found += mixes[: _PLACED // 2]
             found += [(master, master.with_layers_moved(mix)) for master, mix in mixes[:_MOVED]]

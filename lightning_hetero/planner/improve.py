@@ -47,6 +47,20 @@ class _Timed(NamedTuple):
     rate: Rate
 
 
+class _Estimate(NamedTuple):
+    """What is estimated of a plan."""
+
+    end_s: float
+    timed: list[_Timed]
+    counts: Sequence[int]
+    """Micro-batches of each pipeline."""
+
+    def candidate(self, pipelines: Candidate) -> Candidate:
+        """Return the plan, with its layers and micro-batches."""
+        rows = zip(pipelines, self.timed, self.counts, strict=True)
+        return tuple([p._replace(layers=t.layers, num_microbatches=n) for p, t, n in rows])
+
+
 class Improver:
     """Local search from candidates.
 
@@ -98,7 +112,7 @@ class Improver:
         estimate = self._estimated(plan, keeps_counts=True)
         if estimate is None:
             return []
-        most_s = estimate[1] * (_WORSE + _OF_STAGES / sum(len(p.layers) for p in plan))
+        most_s = estimate.end_s * (_WORSE + _OF_STAGES / sum(len(p.layers) for p in plan))
         rated: dict[Candidate, float] = {}
         most = max(_FEWEST_NEIGHBOURS, min(_MOST_NEIGHBOURS, _ESTIMATED // len(plan)))
         near = Neighbourhood(self.judge)
@@ -108,19 +122,17 @@ class Improver:
         for pipelines in neighbours:
             self.num_rated += 1 + len(plan) // _CHEAP
             found = self._estimated(pipelines, keeps_counts=False)
-            if found is not None and found[1] < most_s:
-                rated.setdefault(*found)
+            if found is not None and found.end_s < most_s:
+                rated.setdefault(found.candidate(pipelines), found.end_s)
         for pipelines in dealt:
             found = self._estimated(pipelines, keeps_counts=True)
             if found is not None:
-                rated.setdefault(found[0], min(found[1], estimate[1]))
+                rated.setdefault(found.candidate(pipelines), min(found.end_s, estimate.end_s))
         likeliest = sorted(rated, key=rated.__getitem__)
         return [item for item in likeliest if item not in seen][:_TRIED]
 
-    def _estimated(
-        self, pipelines: Candidate, *, keeps_counts: bool
-    ) -> tuple[Candidate, float] | None:
-        """Return a candidate with layers and micro-batches, and its estimated seconds.
+    def _estimated(self, pipelines: Candidate, *, keeps_counts: bool) -> _Estimate | None:
+        """Return the layers, micro-batches and seconds of a candidate; None if it doesn't fit.
 
         Holders own; if they would have to recompute, owners may follow room instead.
         """
@@ -139,13 +151,9 @@ class Improver:
             if not keeps_counts:
                 counts = deal(rates, sizes, total, equally=judge.equally)
             if counts is not None:
-                rows = zip(pipelines, timed, counts, strict=True)
-                candidate = tuple(
-                    [p._replace(layers=t.layers, num_microbatches=n) for p, t, n in rows]
-                )
-                pairs = zip(rates, counts, strict=True)
-                found.append((candidate, max(rate.ends_s(count) for rate, count in pairs)))
-        return min(found, key=lambda pair: pair[1], default=None)
+                pairs = {*zip(rates, counts, strict=True)}
+                found.append(_Estimate(max(rate.ends_s(n) for rate, n in pairs), timed, counts))
+        return min(found, key=lambda item: item.end_s, default=None)
 
     def _may_follow_room(self, pipelines: Candidate) -> bool:
         """Return whether a stage lacks memory or recomputes if holders own."""

@@ -20,7 +20,8 @@ _INNER_SEARCHES = (
     "mip_allow_restart",
 )
 _FEW_VARIABLES = 100
-"""Most variables of a linear programme that is solved without presolve, which would take longer."""
+"""Linear programmes of up to so many variables are solved without presolve, which would take longer
+than it saves."""
 _PROVEN_GAP = 1e-6
 """Relative gap at which an integral solution counts as proven."""
 _Solver: Any = highspy.Highs.__base__
@@ -29,16 +30,17 @@ _Solver: Any = highspy.Highs.__base__
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """A solution with its bound and duals."""
+    """What the solver returned: the best solution, its dual prices, and a bound."""
 
     values: FloatArray
-    """The variables of the best solution; empty if none was found in time."""
+    """Values of the variables in the best solution; empty if the solver found none."""
     row_duals: FloatArray
-    """Rise of the objective with each row's limit; only valid without integral variables."""
+    """For each row, by how much the objective rises if the row's limit rises by 1 (the dual price);
+meaningless if there are integral variables."""
     objective: float
-    """Objective of that solution; infinite if there is none."""
+    """The objective's value in that solution; infinite if there is none."""
     lower_bound: float
-    """Proven lower bound of the objective; infinite if the programme has no solution."""
+    """No solution has a smaller objective; infinite if the programme has no solution."""
 
     @property
     def integers(self) -> IntArray:
@@ -49,8 +51,8 @@ class Solution:
 class LinearProgram:
     """A linear or mixed-integer programme to minimise, built row by row.
 
-    Rows may be added after a solve; the next one starts from that solution. The same programme has
-    the same solution on every machine, unless a time limit ends the search.
+    Rows may be added after a solve; the next solve then starts from the solution before it. A
+    programme has the same solution on every machine, unless a time limit ends its search.
     """
 
     def __init__(self) -> None:

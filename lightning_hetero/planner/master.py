@@ -16,7 +16,7 @@ columns of least reduced cost; pipelines that run few micro-batches are valued b
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
@@ -26,9 +26,9 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.columns import FEW_MICROBATCHES, Column, ColumnTimes, Pool, Rate
 from lightning_hetero.planner.linear_program import LinearProgram, Solution
-from lightning_hetero.planner.placement import Option
+from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
-from lightning_hetero.planner.splitting import best_layers
+from lightning_hetero.planner.splitting import best_layers, cut_stages, turned_stages
 
 __all__ = ["Master", "Mix"]
 
@@ -54,10 +54,11 @@ _WHOLE = 200
 """Number of columns of least reduced cost from which the integer programme chooses."""
 _NODES = 60
 """Largest number of nodes of its branch and bound, which takes half a second."""
-_FEW_BLOCKS = 3
-"""Number of blocks of equal stages up to which all orders of a pipeline's blocks are tried."""
 _MOVED = 6
 """Number of columns of least reduced cost whose layers are moved between stages."""
+_WAITING = 0.02
+"""Share of a pipeline's seconds that it isn't computing from which its stages are also cut: prices
+know little of messages and exchange."""
 _ALIKE = 3
 """Number of mixes of a single column that are added to those of branch and bound."""
 _FEW = 24
@@ -71,7 +72,7 @@ class Mix:
     columns: tuple[tuple[Column, int], ...]
     """Columns that run, and how many pipelines of each."""
     time_s: float
-    """Seconds of an iteration, by slopes and fills."""
+    """Seconds of an iteration with whole micro-batches, by the columns' rates."""
 
 
 class _Solved(NamedTuple):
@@ -280,9 +281,8 @@ class Master:
             used = rate.uses > 0
             number = min(self.most, int((self.stages.limits[used] // rate.uses[used]).min()))
             if number and not (self.by_room and number * rate.room < self.needed_room):
-                count = -(-self.total // (column.size * number))
-                found.append(Mix(((column, number),), rate.ends_s(count)))
-        return sorted(found, key=lambda mix: mix.time_s)[:_ALIKE]
+                found.append(self._mix({column: number}))
+        return sorted(filter(None, found), key=lambda mix: mix.time_s)[:_ALIKE]
 
     def add_moved(self) -> None:
         """Add the columns of least reduced cost with layers moved between stages; solve again."""
@@ -305,18 +305,31 @@ class Master:
         if counts == dict(mix.columns):
             return mix
         self.add(list(counts))
-        pool = Pool.of({column: self.pool[column] for column in counts})
-        numbers = np.array(list(counts.values()))
-        return Mix(tuple(counts.items()), pool.finish_s(numbers, self.total))
+        return self._mix(counts) or mix
+
+    def _mix(self, counts: Mapping[Column, int]) -> Mix | None:
+        """Return so many pipelines of columns, timed; None if one has no micro-batch to run."""
+        pairs = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
+        columns = [column for column, number in pairs for _ in range(number)]
+        rates = [self.pool[column] for column in columns]
+        dealt = deal(rates, [column.size for column in columns], self.total)
+        if dealt is None:
+            return None
+        ends_s = {rate.ends_s(count) for rate, count in {*zip(rates, dealt, strict=True)}}
+        return Mix(tuple(pairs), max(ends_s))
 
     def _find_moved(self, column: Column, count: int) -> Column:
         """Return the column with the order of stages and the layers that end `count` soonest."""
         times, found = self.times[column.size], [column]
-        turned = _turned(column.options)
-        every = best_layers(
-            times, [(Column(options, (), column.size), count) for options in turned]
-        )
-        for options, layers in zip(turned, every, strict=True):
+        every, (rate,) = turned_stages(column.options), times.rates(found)
+        own_s = times.stage_s(column.options)[np.arange(len(column.layers)), column.layers]
+        computes_s = float(own_s.sum() + (count - 1) * own_s.max())
+        if rate is not None and rate.ends_s(count) > computes_s * (1 + _WAITING):
+            known, limits = times.stages.index.keys(), times.stages.limits
+            cut = [row for row in cut_stages(column.options) if known >= {*row}]
+            every += [row for row in cut if (times.uses(row) <= limits).all()]
+        bare = [(Column(options, (), column.size), count) for options in every]
+        for options, layers in zip(every, best_layers(times, bare), strict=True):
             if layers:
                 found.append(column._replace(options=options, layers=layers))
         ends_s = [rate.ends_s(count) if rate else np.inf for rate in times.rates(found)]
@@ -334,20 +347,20 @@ class Master:
             nothing = np.zeros(len(value), dtype=np.int64)
             return solution.integers[: len(value)] if len(solution.values) else nothing
 
-        found: list[Mix] = []
+        found: list[Mix | None] = []
         time_s = self.time_s
         for _ in range(_WHOLE_STEPS):
             x = choose(np.maximum(pool.value(time_s), 0.0))
             if not x.any():
                 break
             before_s, time_s = time_s, pool.finish_s(x, self.total)
-            found.append(_mix(pool.columns, x, time_s))
+            found.append(self._mix(_counts(pool, x)))
             if time_s <= before_s * (1 + _CLOSE):
                 break
-        if not found or self.total > _FEW * sum(count for _, count in found[-1].columns):
-            return found
+        if not found or self.total > _FEW * x.sum():
+            return [*filter(None, found)]
         sizes = np.array([column.size for column in pool.columns])
-        low_s, high_s = self.time_s, 1.5 * max(mix.time_s for mix in found)
+        low_s, high_s = self.time_s, 1.5 * time_s
         while high_s > low_s * (1 + _FINE):
             middle_s = (low_s + high_s) / 2
             value = np.maximum(pool.value(middle_s) / sizes + 1e-9, 0.0) // 1 * sizes
@@ -356,20 +369,9 @@ class Master:
                 low_s = middle_s
             else:
                 high_s = middle_s
-                found.append(_mix(pool.columns, x * (value > 0), middle_s))
-        return found
+                found.append(self._mix(_counts(pool, x * (value > 0))))
+        return [*filter(None, found)]
 
 
-def _turned(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
-    """Return stages with the blocks of equal ones in other orders; many are turned round."""
-    blocks = [tuple(block) for _, block in itertools.groupby(options)]
-    orders: Iterable[Sequence[tuple[Option, ...]]] = (
-        itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]
-    )
-    every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
-    return list(every)
-
-
-def _mix(columns: Sequence[Column], x: IntArray, time_s: float) -> Mix:
-    pairs = [(columns[i], int(x[i])) for i in np.flatnonzero(x).tolist()]
-    return Mix(columns=tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0]))), time_s=time_s)
+def _counts(pool: Pool, x: IntArray) -> dict[Column, int]:
+    return {pool.columns[i]: int(x[i]) for i in np.flatnonzero(x).tolist()}

@@ -131,9 +131,11 @@ def place(
 ) -> Arrangement | None:
     """Return an arrangement of pipelines, in their order, or None if the nodes can't hold them.
 
-    The widest stages come first. For STAGES_TOGETHER a stage takes the first node with room. For
-    PIPELINES_TOGETHER it stays on the node of the previous stage. If there is no room, it takes the
-    node that it and the following stages of its class fill best, or the node with the most room.
+    For STAGES_TOGETHER a stage takes the first node with room: first stages first, or the widest
+    ones if nodes can't hold all pipelines otherwise. For PIPELINES_TOGETHER the widest pipelines
+    come first, and a stage stays on the node of the previous stage. If there is no room, it takes
+    the node that it and the following stages of its class fill best, or the node with the most
+    room.
 
     Args:
         pipelines: Class of nodes and TP degree of every stage.
@@ -144,10 +146,11 @@ def place(
     nodes_of: dict[int, list[int]] = {}
     for node, kind in enumerate(classes):
         nodes_of.setdefault(kind, []).append(node)
-    is_near = order is MappingOrder.PIPELINES_TOGETHER
-    found = (_pipelines_together if is_near else _stages_together)(
-        pipelines, nodes_of, list(counts)
-    )
+    if order is MappingOrder.PIPELINES_TOGETHER:
+        found = _pipelines_together(pipelines, nodes_of, list(counts))
+    else:
+        found = _stages_together(pipelines, nodes_of, list(counts), wide_first=False)
+        found = found or _stages_together(pipelines, nodes_of, list(counts), wide_first=True)
     if found is None:
         return None
     return tuple(
@@ -157,17 +160,22 @@ def place(
 
 
 def _stages_together(
-    pipelines: Sequence[Sequence[Option]], nodes_of: dict[int, list[int]], free: list[int]
+    pipelines: Sequence[Sequence[Option]],
+    nodes_of: dict[int, list[int]],
+    free: list[int],
+    *,
+    wide_first: bool,
 ) -> list[list[int]] | None:
     slots = [(p, s, *option) for p, row in enumerate(pipelines) for s, option in enumerate(row)]
-    slots.sort(key=lambda slot: (-slot[3], slot[1]))
-    placed = [[-1] * len(row) for row in pipelines]
+    slots.sort(key=lambda slot: (-slot[3] * wide_first, slot[1], -slot[3]))
+    placed, first = [[-1] * len(row) for row in pipelines], dict.fromkeys(nodes_of, 0)
     for p, s, kind, tp_degree in slots:
         candidates = nodes_of.get(kind, [])
-        # Nodes are filled one after another; a full one is removed from the front for good.
-        while candidates and free[candidates[0]] < 1:
-            candidates.pop(0)
-        chosen = next((node for node in candidates if free[node] >= tp_degree), None)
+        # Nodes are filled one after another; full ones at the front are passed over for good.
+        while first.get(kind, 0) < len(candidates) and not free[candidates[first[kind]]]:
+            first[kind] += 1
+        open_nodes = itertools.islice(candidates, first.get(kind, 0), None)
+        chosen = next((node for node in open_nodes if free[node] >= tp_degree), None)
         if chosen is None:
             return None
         free[chosen] -= tp_degree

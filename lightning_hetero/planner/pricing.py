@@ -1,16 +1,23 @@
 """Price new columns: the best pipelines for given dual prices, by a shortest path.
 
-By time T a pipeline whose stages take w seconds each finishes about (T - Σw)/t + 1 micro-batches:
-the first one passes all stages, each further one takes t. Given the dual prices π of the nodes'
-rows, μ of the number of pipelines and ρ of room to own, the reduced value of a column is
+Let each stage of a pipeline take w seconds for a micro-batch, and the slowest t. The first
+micro-batch passes all stages; each further one ends t later. So by time T the pipeline finishes
+about (T - Σw)/t + 1 micro-batches. The master's dual prices say what the pipeline must be worth: π
+for each row of the nodes (devices, or groups of a TP degree), μ for being one of D pipelines, and
+ρ for each parameter that a stage has room to own, which counts in its favour. So the reduced value
+of a column is
 
     T/t + 1 - μ - Σ_stages (w/t + π·uses - ρ·room),    w ≤ t for every stage.
 
-For each level t the sum is least along a shortest path from (0 stages, 0 layers) to (s stages, L
-layers), which places stages from the last to the first: so each stage's position says how many
-micro-batches it holds, hence its memory and recomputation. Levels are exact seconds of some number
-of layers on some stage option. Slow links make cycles of stages wait, which no sum over stages
-says; so paths are found with half of the links in `w ≤ t`, and valued by their exact rates.
+For a fixed level t, the best column has the least sum. It is a shortest path from (0 stages, 0
+layers) to (s stages, all layers), whose steps add one stage each, the last stage of the pipeline
+first. The number of stages behind a stage is then known, and with it how many micro-batches the
+stage holds, its memory and its recomputation. Levels are the exact seconds of all numbers of layers
+on all stage options; about `_LEVELS` of them are priced.
+
+Over slow links, stages wait for each other in cycles (`pace.steady_round_s`), which a sum over
+stages can't express. So paths are found with half of a link's seconds added to w in `w ≤ t`, and
+`ColumnTimes.rates` then says what the columns found are worth.
 """
 
 import itertools
@@ -22,7 +29,7 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.planner.columns import Column, ColumnTimes
-from lightning_hetero.planner.placement import MappingOrder, Option
+from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.stages import Stages
 
 __all__ = ["Duals", "Pricing", "even_options"]
@@ -60,9 +67,13 @@ class Pricing:
         self.times, self.stages = times, times.stages
         self.num_layers = self.stages.num_layers
         options = self.stages.options
-        near = times.order is MappingOrder.PIPELINES_TOGETHER
+        # Where a node has room for several stages, only some messages leave it.
+        leaving = [min(1.0, o.tp_degree * times.num_together / self._width(o)) for o in options]
         self.hops_s = np.array(
-            [sum(times.hop_s(o, o, near and o.tp_degree * 2 <= self._width(o))) for o in options]
+            [
+                share * sum(times.hop_s(o, o, False)) + (1 - share) * sum(times.hop_s(o, o, True))
+                for o, share in zip(options, leaving, strict=True)
+            ]
         )
         self.first_s = np.stack([times.first_s(option) for option in options])
 

@@ -3,19 +3,21 @@
 Balanced stages have the least bottleneck t, but not the least sum of stages, which fills a
 pipeline. With a higher t the fastest stages take as many layers as t allows, and the others one: so
 several t are tried. From the best split, layers move while the pipeline ends sooner. Many pipelines
-are split at once: their splits are timed together.
+are split at once: their splits are timed together. Stages are also put in other orders, halved and
+joined, as prices know little of messages between them.
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.planner.columns import Column, ColumnTimes
+from lightning_hetero.planner.placement import Option
 
-__all__ = ["best_layers"]
+__all__ = ["best_layers", "cut_stages", "turned_stages"]
 
 _LEVELS, _LOOSEST = 24, 12.0
 """How many bottlenecks are tried, from the least one t to (1 + 12)·t."""
@@ -24,6 +26,8 @@ _MOVES = 3
 _FEW_STAGES = 10
 """In pipelines of up to this many stages any two exchange layers; in longer ones only neighbours
 do."""
+_FEW_BLOCKS = 3
+"""Number of blocks of equal stages up to which all orders of a pipeline's blocks are tried."""
 _AT_ONCE = 16
 """Pipelines whose splits are timed in one call; more need memory and gain no time."""
 
@@ -106,3 +110,29 @@ def _moves(num_stages: int) -> IntArray:
             row[giver], row[taker] = -number, number
             rows.append(row)
     return np.array(rows)
+
+
+def turned_stages(options: tuple[Option, ...]) -> list[tuple[Option, ...]]:
+    """Return stages with the blocks of equal ones in other orders; many are turned round."""
+    blocks = [tuple(block) for _, block in itertools.groupby(options)]
+    orders: Iterable[Sequence[tuple[Option, ...]]] = (
+        itertools.permutations(blocks) if len(blocks) <= _FEW_BLOCKS else [blocks, blocks[::-1]]
+    )
+    every = dict.fromkeys(tuple(itertools.chain.from_iterable(order)) for order in orders)
+    return list(every)
+
+
+def cut_stages(options: tuple[Option, ...]) -> Iterator[tuple[Option, ...]]:
+    """Yield stages with one halved, or joined to the next, on the same devices.
+
+    Of equal stages in a row it is the first, the middle or the last one.
+    """
+    start = 0
+    for (kind, degree), block in itertools.groupby(options):
+        last = start + len(tuple(block)) - 1
+        for place in sorted({start, (start + last) // 2, last}):
+            before, after = options[:place], options[place + 1 :]
+            yield (*before, *[Option(kind, degree // 2)] * 2, *after)
+            if after and after[0].node_class == kind:
+                yield (*before, Option(kind, degree + after[0].tp_degree), *after[1:])
+        start = last + 1

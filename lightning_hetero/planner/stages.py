@@ -37,7 +37,10 @@ ENDS = ((False, False), (False, True), (True, False), (True, True))
 
 
 class Ownership(NamedTuple):
-    """The number of pipelines and who owns, which decide the bytes of states."""
+    """The number of pipelines, and who owns: both decide the bytes of states on a rank.
+
+    Unlike `exchange.slices.Ownership` this is the planner's choice between two rules.
+    """
 
     num_pipelines: int
     by_room: bool = False
@@ -66,21 +69,22 @@ class StageArrays(NamedTuple):
     layer_s: FloatArray
     """Seconds in which a layer is recomputed as a whole."""
     selective_s: FloatArray
-    """The same if selectively."""
+    """Seconds in which a layer is recomputed selectively."""
     held: FloatArray
     """Parameters that are computed with."""
     owned: FloatArray
     """Parameters that would be owned in a lone pipeline."""
     passing: FloatArray
-    """Bytes of micro-batches if nothing is recomputed, and of frozen weights."""
+    """Bytes of the activations in flight if nothing is recomputed, and of frozen weights."""
     frozen: FloatArray
     """Bytes of frozen weights alone."""
     room: FloatArray
     """Bytes that weights and their gradients leave on a device."""
     spared: FloatArray
-    """Bytes of a micro-batch that a layer saves if recomputed selectively, 0 if none."""
+    """Bytes of a micro-batch that a layer frees if it is recomputed selectively; 0 if that frees
+    none."""
     saved: FloatArray
-    """The same if as a whole."""
+    """Bytes that it frees if it is recomputed as a whole."""
 
     def at(self, index: Any) -> "StageArrays":
         """Return those of some stages, by an index that NumPy takes."""

@@ -37,7 +37,7 @@ Matrix = tuple[tuple[float, ...], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Edge:
-    """The link between two neighbouring stages, in one direction.
+    """The seconds of the link between two neighbouring stages, in one direction.
 
     A message occupies the link for `transfer_s` and arrives `latency_s` after that: a long latency
     delays messages but doesn't limit how many are under way.

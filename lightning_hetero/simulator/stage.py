@@ -130,7 +130,7 @@ class StageShape(NamedTuple):
     link: tuple[float, float] | None = None
     """(bytes/s, latency in seconds) inside the TP group; None means the device's own."""
     recomputed_layers: int = 0
-    """How many of its layers compute their activations again in backward."""
+    """How many of its layers recompute their activations in backward."""
     selective_layers: int = 0
     """How many of the others keep only matrix products and attention."""
     owns_on_host: bool = False

@@ -12,9 +12,9 @@ of units that it owns but doesn't hold (`foreign_s`).
 The seconds are those of what `runtime.exchange` calls. If all holders of a segment have one TP
 degree, those that hold the same part are a shard group (`exchange.transfers.ShardGroup`):
 
-- A pull is a ring all-gather of the shard group, and one of norms in each stage, if holders own
-  about equal parts, use a collective (`are_collective`: AUTO on NCCL, or for many holders) and may
-  gather into their weights (`StateLayout.pulls_into_views`).
+- A pull is a ring all-gather of the shard group, and another one of norms in each stage. That needs
+  three things: holders own about equal parts, they use collectives (`are_collective`: AUTO on NCCL,
+  or for many holders), and they may gather into their weights (`StateLayout.pulls_into_views`).
 - A push of equal parts may be summed on each node first (BY_NODE), or be a ring reduce-scatter
   (REDUCE_SCATTER).
 

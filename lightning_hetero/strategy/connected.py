@@ -64,7 +64,8 @@ class ConnectedStrategy(ParallelStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        # Not kept in `_accelerator`: a second Trainer would raise that two strategies were chosen.
+        # Not kept in `_accelerator`: if that is set, a second Trainer raises an error about two
+        # strategies.
         if self._accelerator_of_trainer is not None:
             raise ConfigurationError(
                 "This HeteroStrategy belongs to another Trainer, whose processes and slices it "

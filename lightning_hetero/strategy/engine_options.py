@@ -51,8 +51,8 @@ class EngineOptions:
     """The arguments of `HeteroStrategy` with these names.
 
     Raises:
-        ConfigurationError: `num_microbatches` is below 1, or `redundancy` isn't 0 or 1 or doesn't
-            go with the kind of exchange, or `schedule` doesn't go with compiled layers.
+        ConfigurationError: `num_microbatches` is below 1; `redundancy` isn't 0 or 1, or is 1 under
+            an exchange that can't have it; or `schedule` splits the backward of compiled layers.
     """
 
     num_microbatches: int | None

@@ -353,6 +353,5 @@ class HookedStrategy(ConnectedStrategy):
         # Not earlier: stand-ins have no values, so they can't be moved to the CPU as the slices
         # just were.
         self._slices.leave_stand_ins()
-        # After a failure, stop watching last: until then it also ends waits for a dead rank in this
-        # method.
+        # Stop watching last: after a failure it also ends waits for a dead rank in this method.
         self._processes.stop_watching()

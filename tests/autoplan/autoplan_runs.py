@@ -2,7 +2,6 @@
 
 import os
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -12,19 +11,29 @@ from lightning_hetero import HeteroStrategy
 from lightning_hetero.autoplan import AutoPlan
 from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.testing import EmulatedDevices
+from tests import fits
 from tests.capped_memory import CappedMemory
+from tests.fits import Case
 from tests.toy import ToyModule, ToyOptions, loader, quiet
 from tests.without_check import WITHOUT_CHECK
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
+class Planned(L.Callback):
+    """What a rank knows of the plan that it trained, and of its device."""
+
     losses: list[float]
-    plan: dict[str, Any]
-    slowdown: float
-    predicted_s: float | None
-    summary: str | None
-    has_times: bool
+    predicted_s: float | None = None
+    summary: str | None = None
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        strategy = trainer.strategy
+        self.plan: dict[str, Any] = strategy.plan.to_dict()
+        self.slowdown: float = strategy.engine.clock.slowdown
+        self.has_times = strategy.engine.clock.last is not None
+        self.losses = pl_module.losses
+        if strategy.auto_planned is not None:
+            auto = strategy.auto_planned
+            self.predicted_s, self.summary = auto.predicted_s, auto.summary
 
 
 def train(
@@ -35,35 +44,18 @@ def train(
     cache: str,
     width: int = 32,
     caps: tuple[float, ...] = (),
-) -> Outcome:
+) -> Planned:
     """Train on emulated devices, which may have less memory than the plan is made for."""
     os.environ["LIGHTNING_HETERO_CACHE"] = cache
-    torch.manual_seed(5)
-    strategy = HeteroStrategy(plan)
-    kept: dict[str, Any] = {}
-
-    class Keep(L.Callback):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            kept.update(plan=strategy.plan.to_dict(), slowdown=strategy.engine.clock.slowdown)
-            kept["has_times"] = strategy.engine.clock.last is not None
-
-    callbacks: list[L.Callback] = [EmulatedDevices(slowdowns), Keep()]
-    length: dict[str, int] = {"max_epochs": 1}
+    how: dict[str, Any] = {"num_layers": 4, "width": width, "num_rows": 48}
+    how |= {"batch_size": batch_size, "world_size": len(slowdowns), "options": {"plan": plan}}
+    callbacks: list[L.Callback] = [EmulatedDevices(slowdowns)]
     if caps:
-        callbacks[:1] = [EmulatedDevices(slowdowns, memory_bytes=2**30), CappedMemory(caps)]
-        length = {"max_steps": 2}
-    module = ToyModule(ToyOptions(num_layers=4, width=width))
-    devices = len(slowdowns)
-    trainer = L.Trainer(**quiet(devices=devices, strategy=strategy, callbacks=callbacks, **length))
+        callbacks = [EmulatedDevices(slowdowns, memory_bytes=2**30), CappedMemory(caps)]
+        how |= {"max_epochs": -1, "max_steps": 2}
     with WITHOUT_CHECK if caps else nullcontext():
-        trainer.fit(module, loader(48, batch_size))
-    auto = strategy.auto_planned
-    return Outcome(
-        losses=module.losses,
-        predicted_s=None if auto is None else auto.predicted_s,
-        summary=None if auto is None else auto.summary,
-        **kept,
-    )
+        fits.train(Case(**how), *callbacks, planned := Planned())
+    return planned
 
 
 class Growing(ToyModule):

@@ -15,13 +15,13 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import Seat
 from lightning_hetero.runtime.setup.layout import ModelLayout
-from tests.autoplan.autoplan_runs import Outcome, train
+from tests.autoplan.autoplan_runs import Planned, train
 from tests.processes import ProcessFailed, ProcessPool
 
 UNEQUAL = (6.0, 6.0, 2.0, 2.0)
 
 
-def run(pool: ProcessPool, plan: Any, slowdowns: tuple[float, ...], cache: Path) -> list[Outcome]:
+def run(pool: ProcessPool, plan: Any, slowdowns: tuple[float, ...], cache: Path) -> list[Planned]:
     return pool.run(train, len(slowdowns), plan, slowdowns, 6, str(cache))
 
 

@@ -29,12 +29,12 @@ from lightning_hetero.simulator import (
     usable_bytes,
 )
 from tests.autoplan import restarted
-from tests.autoplan.autoplan_runs import Outcome, fail_in, train
+from tests.autoplan.autoplan_runs import Planned, fail_in, train
 from tests.processes import ProcessFailed, ProcessPool, free_port
 from tests.scripts import run_python
 
 
-def train_capped(pool: ProcessPool, caps: tuple[float, float], cache: Path) -> list[Outcome]:
+def train_capped(pool: ProcessPool, caps: tuple[float, float], cache: Path) -> list[Planned]:
     options = AutoPlan(microbatch_sizes=(1,))
     return pool.run(train, 2, options, (1.0, 1.0), 6, str(cache), 64, caps)
 

@@ -76,7 +76,7 @@ def test_a_run_that_nobody_seeds_goes_on_in_the_order_that_it_had(
     [
         (None, "bucket", None, "NoCredentials"),
         ("test", "absent", None, "bucket does not exist"),
-        ("test", "bucket", "http://127.0.0.1:9", "Could not connect|Nothing has moved"),
+        ("test", "bucket", "http://127.0.0.1:9", "Could not connect|There was no progress"),
     ],
 )
 def test_a_store_that_takes_no_checkpoints_is_refused_before_training(

@@ -17,6 +17,7 @@ from lightning_hetero.callbacks.run_log import read_log
 from lightning_hetero.checkpoint.claims import OWNER_FILE
 from lightning_hetero.runtime.generation.keeper import KEPT
 from lightning_hetero.runtime.ranks.communicators import StepEnd
+from lightning_hetero.runtime.ranks.failure import AgreedExit
 from lightning_hetero.strategy.generations import Generations
 from tests.processes import free_port
 from tests.toy import TokenRows, ToyModule, ToyOptions, quiet
@@ -204,6 +205,27 @@ def test_no_other_job_can_take_a_folder_between_two_generations(fit: Any, tmp_pa
     fit("run", Tells([("on_before_zero_grad", 2, 1)]), taken := Taken())
     assert taken.seen == [True]
     assert not (tmp_path / "run" / OWNER_FILE).exists()
+
+
+class Leaves(Tells):
+    """Ends as a rank that leaves alone (0), or as all do (14)."""
+
+    code = 0
+
+    def on_before_zero_grad(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == 2:
+            raise AgreedExit(self.code)
+
+
+@pytest.mark.parametrize("code", [0, 14])
+def test_who_leaves_alone_leaves_its_folder_to_the_others(
+    fit: Any, tmp_path: Path, code: int
+) -> None:
+    leaves = Leaves()
+    leaves.code = code
+    with pytest.raises(SystemExit):
+        fit("run", leaves)
+    assert (tmp_path / "run" / OWNER_FILE).exists() == (code == 0)
 
 
 def patient() -> Callback:

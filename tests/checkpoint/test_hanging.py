@@ -171,7 +171,7 @@ def test_a_tier_that_hangs_is_its_own_failure_in_a_recovery(hangs: str) -> None:
         if rank == 1:
             tiers[1] = disk(FaultyStore(tiers[1].store, hanging))
         if hangs == "list":
-            with pytest.raises(CheckpointError, match="Nothing has moved"):
+            with pytest.raises(CheckpointError, match="There was no progress"):
                 recover(needs[rank], tiers, node="ab"[rank], peers=peers)
         return recover(needs[rank], tiers, node="ab"[rank], peers=peers, skip_unreadable=True)
 
@@ -182,7 +182,7 @@ def test_a_tier_that_hangs_is_its_own_failure_in_a_recovery(hangs: str) -> None:
         assert_is_state(recovered, needs[rank], 2)
     if hangs == "read":
         assert results[0] is not None
-        assert any("hasn't moved" in text for text in results[0].report.failures)
+        assert any("made no progress" in text for text in results[0].report.failures)
 
 
 @pytest.mark.parametrize("side", ["reads", "writes"])
@@ -202,7 +202,7 @@ def test_a_disk_that_hangs_while_copies_travel_costs_that_copy_alone(side: str) 
 
     def save(rank: int, writer: CheckpointWriter) -> None:
         saved = writer.save(contents(1, THREE, 3)[rank])
-        with pytest.raises(CheckpointError, match=r"Copies: .*hasn't moved for"):
+        with pytest.raises(CheckpointError, match=r"Copies: .*made no progress for"):
             saved.wait_until_confirmed(30)
         together.wait(20)
         hanging.hangs = lambda verb, name: False
@@ -228,7 +228,7 @@ def test_an_upload_that_hangs_on_one_rank_is_given_up_on_all_and_later_ones_are_
         saved = [writer.save(contents(step, TWO, 2)[rank]) for step in (1, 2)]
         for item in saved:
             item.wait_until_confirmed(30)
-        with pytest.raises(CheckpointError, match=r"Rank 1: storage hasn't moved for 2 s"):
+        with pytest.raises(CheckpointError, match=r"Rank 1: storage made no progress for 2 s"):
             saved[0].wait_until_uploaded(30)
         hanging.hangs = lambda verb, name: False
         saved.append(writer.save(contents(3, TWO, 2)[rank]))

@@ -98,6 +98,19 @@ def test_a_quantized_folder_stores_layers_in_its_bits_and_trains_adapters(base):
             },
             8,
         ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {"_type": "Int4WeightOnlyConfig", "_data": {"group_size": 32}}
+                },
+            },
+            4 + 32 / 32,
+        ),
+        *(
+            ({"quant_method": "torchao", "quant_type": {"default": {"_type": kind}}}, 8)
+            for kind in ("Float8WeightOnlyConfig", "IntxWeightOnlyConfig")
+        ),
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 4 + 20 / 128),
     ],
 )
@@ -106,8 +119,17 @@ def test_bits_of_known_quantizations(base, config, bits):
     assert ModelSpec.load(folder).tuning.stored_bits == bits
 
 
-def test_what_cannot_be_planned_is_refused(base):
-    folder, _ = base(quantization_config={"quant_method": "hqq"})
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "hqq"},
+        {"quant_method": "bitsandbytes"},
+        {"quant_method": "gptq", "bits": True, "group_size": 128},
+        ["nf4"],
+    ],
+)
+def test_what_cannot_be_planned_is_refused(base, config):
+    folder, _ = base(quantization_config=config)
     with pytest.raises(ModelError, match="bytes aren't known"):
         ModelSpec.load(folder)
 

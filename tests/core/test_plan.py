@@ -83,10 +83,10 @@ def test_the_example_of_the_manual_loads_and_prints_as_a_table(tmp_path):
     path.write_text(json.dumps(ASYMMETRIC))
     plan = ParallelPlan.load(path)
     assert str(plan).splitlines() == [
-        "pipeline  stage  ranks  tp  layers  count  micro-batches",
-        "0         0      0      1   0-3     4      -",
-        "1         0      1      1   0-0     1      3",
-        "1         1      2      1   1-3     3      3",
+        "pipeline  stage  ranks  TP  layers   micro-batches",
+        "0         0      0      1   0-3 (4)  -",
+        "1         0      1      1   0-0 (1)  3",
+        "1         1      2      1   1-3 (3)  3",
     ]
     plan.save(tmp_path / "again.json")
     assert ParallelPlan.load(tmp_path / "again.json") == plan

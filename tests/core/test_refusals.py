@@ -58,6 +58,8 @@ LORA = {"peft_type": "LORA", "r": 4, "target_modules": "all-linear"}
     [
         ({"peft_type": "IA3"}, r"peft_type 'IA3'.*Plan its base with --model llama-7b"),
         ({"use_dora": True}, "without use_dora"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "without.* target_parameters"),
+        ({"r": True}, "r True.*a whole r"),
         ({"r": "4"}, "a whole r"),
         ({"r": 0}, "it must be 1 or more"),
         ({"target_modules": ["c_attn"]}, "matrices of llama-7b are"),

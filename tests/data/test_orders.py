@@ -14,9 +14,11 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    Subset,
     random_split,
 )
 
+from lightning_hetero.data.orders import peek
 from tests.fits import attempt, each
 from tests.plans import CHAIN, TRIPLE, Plan
 from tests.processes import ProcessPool
@@ -104,3 +106,12 @@ def test_ranks_that_read_different_data_are_refused(pool: ProcessPool, plan: Pla
             odd = 1 if name == "unseeded" else 2
             told = f"rank 0 has 8 batches of {known}.*, rank {odd} has {other}"
             assert re.search(told, message), name
+
+
+def test_a_look_at_an_order_takes_nothing_of_it_however_long_it_is() -> None:
+    batches = [[index, index + 1] for index in range(0, 9000, 2)]
+    digest, again = peek(iter(batches), None)
+    assert list(again) == batches
+    data = range(9)
+    subsets = [Subset(data, [1, 2]), Subset(data, [2, 1]), Subset(Subset(data, [2, 1]), [0, 1])]
+    assert len({digest, *(peek(iter(batches), subset)[0] for subset in subsets)}) == 4

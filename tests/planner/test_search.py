@@ -1,6 +1,7 @@
 """The search against every plan there is, its bound, its determinism and its errors."""
 
 import datetime
+import itertools
 import random
 from dataclasses import replace
 
@@ -274,6 +275,66 @@ def test_a_plan_that_cannot_run_here_is_no_start(change):
         cluster = tiny_cluster((100, 1, 10))
     every = [plan(cluster, model, workload, options, start=given) for given in (start, None)]
     assert every[0].candidates == every[1].candidates
+
+
+LAYERS = tuple(enumerate((9, 8, 7)))
+
+
+def by_hand(*pipelines):
+    """Return the plan of pipelines: micro-batches, and the ranks and number of layers of stages."""
+    rows = []
+    for count, *stages in pipelines:
+        stops = list(itertools.accumulate(layers for _, layers in stages))
+        own = [
+            {"ranks": list(ranks), "layers": [stop - layers, stop]}
+            for (ranks, layers), stop in zip(stages, stops, strict=True)
+        ]
+        rows.append({"stages": own, "num_microbatches": count})
+    return ParallelPlan.from_dict({"pipelines": rows})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bytes_per_s", "model", "length", "given"),
+    [
+        # Links are so slow that half of each pipeline is on each node, at two TP degrees.
+        (
+            [("A40", 6)] * 2,
+            1.9e8,
+            "gpt3-6.7b",
+            512,
+            by_hand(
+                (8, ((0, 1), 13), ((4,), 2), ((6,), 5), ((8, 9), 12)),
+                (8, ((2, 3), 13), ((5,), 2), ((7,), 5), ((10, 11), 12)),
+            ),
+        ),
+        # Few micro-batches: 26 pipelines of one stage would run 3 at most, but only 2.5 on average.
+        (
+            [("Titan-RTX", 8)] * 14,
+            6.4e9,
+            "bert-large",
+            512,
+            by_hand(
+                *[
+                    (7, *((range(40 * s + 4 * p, 40 * s + 4 * p + 4), n) for s, n in LAYERS))
+                    for p in range(8)
+                ],
+                (8, (range(32, 40), 11), (range(72, 76), 7), (range(76, 80), 6)),
+            ),
+        ),
+    ],
+)
+def test_search_is_no_slower_than_plans_by_hand(nodes, bytes_per_s, model, length, given):
+    cluster = Cluster(
+        nodes=tuple(Node(device=name, count=count) for name, count in nodes),
+        inter_node_bytes_per_s=bytes_per_s,
+    )
+    spec = ModelSpec.load(model)
+    batch = sum(pipeline.num_microbatches for pipeline in given.pipelines)
+    workload = Workload(sequence_length=length, global_batch_size=batch)
+    cost = RooflineCost(cluster, spec)
+    found = plan(cluster, spec, workload, cost=cost).best
+    by_hand_s = time_of(given, cost, workload.microbatch)
+    assert found.simulation.iteration_time_s <= by_hand_s * 1.005
 
 
 @pytest.mark.parametrize("counts", [(4, 1), (1, 4), (2, 1), (4, 2, 1)])

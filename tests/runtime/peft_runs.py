@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ class PeftCase(HuggingFaceCase):
 
     model: str = "llama"
     quantized: str | None = None
-    """One of "nf4", "fp4", "int8", "torchao"."""
+    """One of "nf4", "fp4", "int8", "torchao", "float8", "intx"."""
     adapters: dict[str, Any] = field(default_factory=dict)
     """Options of the adapters' config."""
     method: str = "LoraConfig"
@@ -48,10 +49,17 @@ class PeftCase(HuggingFaceCase):
 
 def quantize(module: nn.Module, kind: str) -> None:
     """Quantize all linear layers in a module, in place."""
-    if kind == "torchao":
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    if kind in ("torchao", "float8", "intx"):
+        from torchao import quantization as torchao
 
-        quantize_(module, Int8WeightOnlyConfig())
+        torchao.quantize_(
+            module,
+            {
+                "torchao": torchao.Int8WeightOnlyConfig,
+                "float8": torchao.Float8WeightOnlyConfig,
+                "intx": partial(torchao.IntxWeightOnlyConfig, weight_dtype=torch.int4),
+            }[kind](),
+        )
         return
     import bitsandbytes as bnb
 

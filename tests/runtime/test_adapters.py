@@ -234,7 +234,15 @@ def test_other_adapters_and_quantized_layers_are_refused_by_name_under_degrees(
     check_refused(pool, case, "ModelError", named, "degree 1")
 
 
-@pytest.mark.parametrize("quantized", ["nf4", pytest.param("fp4", marks=slow), "int8", "torchao"])
+@pytest.mark.parametrize(
+    "quantized",
+    [
+        "nf4",
+        "int8",
+        "torchao",
+        *(pytest.param(kind, marks=slow) for kind in ("fp4", "float8", "intx")),
+    ],
+)
 def test_quantized_layers_train_and_validating_changes_nothing(
     pool: ProcessPool, quantized: str
 ) -> None:

@@ -23,6 +23,8 @@ from lightning_hetero.models.stored import StoredTensor
 __all__ = ["Quantizer", "WholeReader"]
 
 _TORCHAO = "torchao"
+_BY_ROWS = ("Int8", "Float8", "Intx")
+"""Beginnings of names of torchao's configs that may quantize each row as if it were alone."""
 _RUN_NUMEL = 2**18
 """Largest number of values that are quantized at a time; more only if rows of whole blocks have
 more."""
@@ -144,16 +146,20 @@ def _quantized_by_torchao(values: Tensor, config: Any) -> Any:
 def _quantizes_by_rows(values: Tensor, config: Any) -> bool:
     """Whether each row is quantized as if it were alone; it isn't if rows share a scale."""
     number = len(values) // 2
-    if number == 0 or not type(config).__name__.startswith("Int8"):
+    if number == 0 or not type(config).__name__.startswith(_BY_ROWS):
         return False
     several, fewer = (_quantized_by_torchao(v, config) for v in (values, values[:number]))
     names, options = several.__tensor_flatten__()
     return fewer.__tensor_flatten__() == (names, options) and all(
         type(part := getattr(several, name)) is Tensor
         and part.shape[:1] == several.shape[:1]
-        and torch.equal(part[:number], getattr(fewer, name))
+        and torch.equal(*map(_bits, (part[:number], getattr(fewer, name))))
         for name in names
     )
+
+
+def _bits(part: Tensor) -> Tensor:
+    return part.contiguous().view(torch.uint8)  # torch doesn't compare float8.
 
 
 def _joined(runs: list[Any]) -> nn.Parameter:

@@ -1,15 +1,15 @@
 """Propose candidate plans for data of varying lengths (Hydraulis §7 on AutoHet's clusters).
 
-1. A scheme is one way to run a pipeline: the columns that the planner's masters use for samples of
-   a typical length, and pipelines of one TP degree on one or two types of devices. Their layers
-   are balanced by Eq. 4.
-2. `propose` says how many pipelines of each scheme the candidates have.
-3. Each candidate is mapped to nodes and ranks, and its pipelines' costs are those of the mapped
-   plan.
+1. A scheme is one way to run a pipeline. Schemes are the columns that the planner's masters choose
+   for samples of a typical length, and pipelines of one TP degree on one or two types of devices.
+   AutoHet's Eq. 4 balances their layers.
+2. `propose` says how many pipelines of each scheme each candidate has.
+3. Each candidate is placed on nodes and ranks. This decides the costs of its pipelines.
 4. Candidates, and any given plans, are tried on iterations drawn from the data. The plan that is
-   best for all iterations comes first; then those that shorten the mean most.
+   best if all iterations must run it comes first. Each further one shortens the mean most if every
+   iteration runs the best of those chosen.
 
-If no plan holds the longest sample together with states, hosts keep these (`planner.hosts`).
+If no plan can hold the longest sample beside all states, hosts keep these (`planner.hosts`).
 """
 
 import itertools

@@ -1,13 +1,16 @@
 """Compute what a plan's pipelines cost samples of any length (Hydraulis Appendix B and C).
 
-MaxLen is the longest micro-batch of which every stage holds as many as it has in flight. With a
-budget B of activations and W micro-batches of T tokens in flight on n layers, of K bytes per token
-and R if recomputed, a stage keeps everything up to `T' = B / (W·n·K)` tokens, and holds no more
-than all inputs and one layer that is being recomputed, `W·T·n·R + T·(K - R) <= B`. Between both it
-recomputes `n·K / (K - R)·(1 - T' / T)` layers. KeptLen is the least T' of all stages.
+The memory of a pipeline limits the tokens of its micro-batches: with MaxLen tokens each, every
+stage can just hold all that it has in flight. A stage may have a budget of B bytes for activations
+and recompute what exceeds it. Let it have n layers and W micro-batches of T tokens in flight; let a
+layer take K bytes per token, or R if it is recomputed. Then the stage
 
-Latency coefficients are fitted to the times of the slowest stage, which decides the pace of a
-pipeline of unequal stages.
+- recomputes nothing up to T' = B / (W·n·K) tokens. KeptLen is the least T' of all stages;
+- recomputes n·K / (K - R)·(1 - T' / T) layers if T is larger;
+- fails if not even the inputs of all layers fit beside one layer that is being recomputed, that is
+  if W·T·n·R + T·(K - R) > B.
+
+The slowest stage decides a pipeline's pace, so latency coefficients are fitted to its times.
 """
 
 from bisect import bisect_left
@@ -86,12 +89,12 @@ def with_budgets(plan: ParallelPlan, cost: CostModel, longest: int) -> ParallelP
 
 @dataclass(frozen=True)
 class _Stage:
-    """What decides the memory of a stage with micro-batches of one length in flight."""
+    """All that a stage's memory depends on besides the tokens of its micro-batches."""
 
     shape: StageShape
     num_in_flight: int
     budget_bytes: float | None
-    """Budget of its activations, times their correction factor as all bytes here."""
+    """Budget of its activations, multiplied like all bytes here by the correction factor."""
 
 
 class PipelineRoom:
@@ -167,8 +170,8 @@ class PipelineRoom:
     def with_budgets(self, longest: int) -> PipelinePlan:
         """Return the pipeline with the budgets that it needs for `longest` tokens.
 
-        It is unchanged if it holds them already, or if recomputation gains nothing. If it can't
-        hold them, it gets budgets for the most that it can. Only stages that need one get one.
+        Only stages that would lack memory get a budget. If the pipeline can't hold `longest` tokens
+        even then, budgets are for the most tokens that it can hold.
         """
 
         def can_hold(tokens: int) -> bool:

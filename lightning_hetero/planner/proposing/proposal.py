@@ -1,11 +1,15 @@
 """Propose a few plans that together suit the data (Hydraulis §7).
 
-A plan here is a number of pipelines of each scheme. Iterations with and without long sequences need
-different plans. So each of some iterations drawn from the data gives a fractional plan
-(`relaxation`), and every whole plan near it joins the pool, with unused devices filled up. The pool
-is tried on all these iterations (`quick_estimates`). Plans are chosen one by one, each the one that
-most shortens the mean, over iterations, of the best plan's time. Rounds of exchanging pipelines of
-one scheme for others refine the chosen plans.
+A plan here is a number of pipelines of each scheme. Iterations with long sequences need other plans
+than those without.
+
+1. Some iterations are drawn from the data. For each, `relaxation` finds the best fractional plan,
+   and all ways to round its numbers up or down join the pool. Devices that are left get pipelines.
+2. `quick_estimates` gives the seconds of each plan of the pool on each iteration. Let an iteration
+   run the chosen plan that is best for it: then plans are chosen one after another, each the one
+   that shortens the mean iteration most.
+3. Plans near the chosen ones, with some pipelines of one scheme replaced by those of another, join
+   the pool, and 2 is repeated.
 """
 
 import itertools
@@ -23,15 +27,15 @@ from lightning_hetero.planner.proposing.relaxation import FractionalPlan, Scheme
 __all__ = ["choose_together", "draw_iteration", "propose"]
 
 _WORTH_HAVING = 1e-4
-"""Least share of the mean that one more plan has to save."""
+"""One more plan must shorten the mean iteration by this share."""
 _NUM_ITERATIONS = 24
 """Iterations drawn from the data on which plans are tried."""
 _NUM_ROUNDS = 3
-"""Rounds of exchanges around the chosen plans."""
+"""How often plans near the chosen ones are tried."""
 _MOST_ROUNDED = 5
-"""Numbers of pipelines of a fractional plan that are rounded both ways."""
+"""So many numbers of a fractional plan are rounded both ways; others are rounded down."""
 _MAX_CELL_STEPS = 2e8
-"""Most sequences × plans × iterations × pipelines estimated a round."""
+"""Limit of sequences × plans × iterations × pipelines that one round estimates."""
 
 _Counts = tuple[int, ...]
 """Pipelines of each scheme."""
@@ -158,7 +162,7 @@ class _WholePlans:
         }
 
     def neighbours(self, plans: Iterable[_Counts], round_index: int) -> set[_Counts]:
-        """Return plans with pipelines of one scheme exchanged for another, fewer each round."""
+        """Return plans with pipelines of one scheme replaced by another's, fewer each round."""
         found = set()
         for plan in map(np.array, plans):
             for source in np.flatnonzero(plan):

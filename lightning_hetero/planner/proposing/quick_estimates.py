@@ -1,15 +1,18 @@
 """Estimate many plans on many iterations at once, to choose among proposals.
 
-Every row is one iteration on one plan. Sequences are given, longest first, to the scheme that then
-ends first. The n equal pipelines of a scheme share its work w evenly, but none has less than its
-longest sequence, and of q sequences of t seconds or more some pipeline has ⌈q / n⌉. So with N
-sequences so far they take at least ::
+In the arrays here, a row is one iteration on one plan. A plan has n pipelines of each of K schemes.
+The sequences of an iteration are assigned one after another, the longest first: each goes to the
+scheme whose pipelines then end soonest.
 
-    max(w / n, max_q t_q·⌈q / n⌉),    t_1 >= t_2 >= … >= t_N,
+Suppose that the pipelines of a scheme have N sequences, which take t_1 ≥ t_2 ≥ … ≥ t_N seconds. The
+mean pipeline works for Σt / n seconds. Of the first q sequences, some pipeline has ⌈q / n⌉ or more,
+each of which takes t_q or more. So the last of the pipelines works for at least ::
 
-and a step is some twenty NumPy calls on [rows, K] for K schemes. The schedule is then estimated as
-if this could be cut evenly into V micro-batches no shorter than the longest sequence: for the V
-just below and just above the quotient of both.
+    max(Σt / n, max_q t_q·⌈q / n⌉)
+
+seconds. A pipeline of S stages waits for S - 1 more micro-batches. The estimate assumes V equal
+micro-batches, which must be as long as the longest sequence: it tries the largest V for which they
+are, and the next one. Each step is some twenty NumPy calls on arrays of [rows, K].
 """
 
 from collections.abc import Sequence

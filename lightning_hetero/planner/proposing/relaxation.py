@@ -1,15 +1,24 @@
 """Find fractional plans: how many pipelines of each scheme suit some sequences (Hydraulis §7).
 
-The paper's dynamic programme `t[n][l]` over GPUs and lengths (Eq. 4), with fractional pipelines,
-divides lengths into intervals, gives each to d pipelines of one scheme and lets the slowest decide.
-If d is continuous, cutting an interval costs nothing, so each length may choose its own scheme, and
-the programme becomes linear in the pipeline-seconds `D_k = d_k·λ`: minimise the latency λ with
-`Σ_k f[r, k] = 1` over the schemes k that hold run r, `Σ_r W[r, k]·f[r, k] <= D_k` and, for every
-device type t, `Σ_k N[k, t]·D_k <= λ·N_t`. It is the limit of the paper's programme for ever finer
-steps, takes milliseconds instead of minutes, and allows several device types.
+A *scheme* k is one way to run a pipeline; a pipeline of it takes N[k, t] devices of type t, of
+which the cluster has N_t. A *run* r is a group of sequences of nearly equal length; a pipeline of
+scheme k computes all of it in W[r, k] seconds.
 
-Bubbles don't count, any fraction of a pipeline may be used and a run counts as its shortest
-sequence, so no plan and no assignment of these sequences is faster: `work_lower_bound_s`.
+The paper's dynamic programme (Eq. 4) divides the lengths into intervals and gives each interval to
+d pipelines of one scheme, such that the slowest interval ends soonest. If d may be a fraction, an
+interval can be divided further at no cost. So each run can choose its schemes by itself: they
+compute shares f[r, k] of it. Let λ be the seconds until all have ended, and D_k = d_k·λ the
+pipeline-seconds of scheme k. Then the best fractional plan solves a linear programme::
+
+    minimise    λ
+    subject to  Σ_k f[r, k] = 1             for each run r, over the schemes k that hold it,
+                Σ_r W[r, k]·f[r, k] ≤ D_k   for each scheme k,
+                Σ_k N[k, t]·D_k ≤ λ·N_t     for each type t of devices.
+
+It is the limit of the paper's programme for ever finer steps of d, takes milliseconds instead of
+minutes, and allows several types of devices. Since it leaves out bubbles, allows fractions of
+pipelines and lets a scheme compute a run of which it holds the shortest sequence, no plan computes
+these sequences in less than λ (`work_lower_bound_s`).
 """
 
 import math
@@ -27,7 +36,7 @@ from lightning_hetero.planner.linear_program import LinearProgram
 __all__ = ["FractionalPlan", "Scheme", "SchemeTable", "SequenceRuns", "work_lower_bound_s"]
 
 _SPREAD = 0.03
-"""Most by which lengths of a run differ, as a share; that hardly lowers bounds."""
+"""The shortest sequence of a run is at most this share shorter than its longest one."""
 
 
 @dataclass(frozen=True, kw_only=True)

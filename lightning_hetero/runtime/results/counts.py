@@ -38,8 +38,9 @@ class LossReduction(Choice):
 class Counting:
     """A way to count the targets of a micro-batch.
 
-    `how` is one of "module" (its `num_target_tokens`), "batch" (its own count), "samples",
-    "elements", "kept" (integers that aren't `ignored`), "sum" (of a mask or of weights).
+    `how` is one of: "module" (the module's `num_target_tokens`), "batch" (the batch's own count),
+    "samples", "elements" (of a tensor), "kept" (a tensor's integers other than `ignored`), "sum"
+    (of a mask or of weights).
     """
 
     how: str

@@ -220,8 +220,9 @@ def fingerprint_of(read: Reader, shape: Sequence[int]) -> int:
 def _computed_with(rows: Tensor, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     if is_opaque(rows):
         moved = rows.to(device)
-        assert isinstance(moved, nn.Parameter)
-        return moved
+        if isinstance(moved, nn.Parameter):
+            return moved
+        return nn.Parameter(moved, requires_grad=False)  # Some of torchao's become bare tensors.
     kind = dtype if rows.is_floating_point() else rows.dtype
     weight = rows.to(device, kind, memory_format=torch.contiguous_format)
     return nn.Parameter(weight, requires_grad=False)

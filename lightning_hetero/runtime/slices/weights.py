@@ -229,7 +229,6 @@ class ComputeWeights:
         self.store = store
         self.table = table
         self.shards: dict[str, nn.Parameter] = {}
-        self.intervals: dict[str, tuple[Interval, ...]] = {}
         self.shared: set[str] = set()
         """Names of the slices that are views of the compute weights."""
         self._stubs: dict[str, nn.Parameter] = {}
@@ -238,7 +237,6 @@ class ComputeWeights:
             if holding is None:
                 self._stubs[name] = store.stub(name, dtype)
                 continue
-            self.intervals[name] = holding.intervals
             if name in store.frozen:
                 weight = store.frozen.hold(spec, holding.intervals, dtype, store.device)
                 self.shards[name] = weight
@@ -300,12 +298,6 @@ class ComputeWeights:
         """The weights held here of parameters outside the layers."""
         specs = self.store.specs
         return {name: item for name, item in self.shards.items() if specs[name].layer is None}
-
-    def rows(self, name: str, start: int, stop: int) -> Tensor:
-        """Return a view of rows [start, stop) of a parameter in this rank's shard."""
-        local = local_rows(self.intervals[name], start, stop)
-        assert local is not None, f"rows {start}-{stop} of {name} are not held here"
-        return narrow_rows(self.shards[name].detach(), self.store.specs[name], *local)
 
     def written(self, name: str) -> Tensor:
         """Return the shard's data: writing to it doesn't increment the weight's version."""

@@ -70,8 +70,9 @@ class Handover:
 
     tensors: list[Tensor] = field(default_factory=list)
     """The activation, then the side tensors of all layers so far; see `side_tensors`."""
-    left: list[bytes] = field(default_factory=list)
-    """For each earlier layer what it returned and recorded, pickled, with tensors as indices."""
+    layer_outputs: list[bytes] = field(default_factory=list)
+    """For each earlier layer, what it returned and recorded, pickled. In place of a tensor it has
+    the tensor's index in `tensors`."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the shape and dtype of the hidden state that it returned."""
     changes_input: bool = False
@@ -79,7 +80,7 @@ class Handover:
 
     def copy(self) -> "Handover":
         """Return a copy, to which this stage adds what its layers return."""
-        return Handover([*self.tensors], [*self.left], [*self.forms], self.changes_input)
+        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms], self.changes_input)
 
 
 @dataclass
@@ -189,7 +190,7 @@ class ActivationLink:
         for tensor, form in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(form.requires_grad)
         self.num_received_bytes = sum(tensor.nbytes for tensor in received)
-        return Handover(received, [*header.left], [*header.forms], header.changes_input)
+        return Handover(received, [*header.layer_outputs], [*header.forms], header.changes_input)
 
     def send_activation(self, sent: Handover) -> None:
         """Send a micro-batch's handover to the next stage, without waiting for its arrival."""
@@ -333,7 +334,7 @@ def _cut(part: Tensor, piece: SentPiece) -> Tensor:
 
 def _header_of(sent: Handover) -> Header:
     forms = tuple(map(form_of, sent.tensors))
-    return Header(forms, tuple(sent.left), tuple(sent.forms), sent.changes_input)
+    return Header(forms, tuple(sent.layer_outputs), tuple(sent.forms), sent.changes_input)
 
 
 _NUM_MEASURED = 3

@@ -249,7 +249,7 @@ class StageBoundary:
         cuts = self._group is not None and self._group.cuts_tokens()
         if cuts:
             refuse_pieces(call, output)
-        if before is not None and len(current.handed_on.left) == call.index:
+        if before is not None and len(current.handed_on.layer_outputs) == call.index:
             # The shape of the whole, since other stages may cut tokens differently, or not at all.
             form = self._group.form_of_whole(hidden) if self._group and cuts else hidden
             self._sides.note(before, call, output, form, current.handed_on)

@@ -1,4 +1,4 @@
-"""The stages of one rank: most have one, those with chunks several."""
+"""The stages that one rank runs: usually one, or several chunks of a pipeline."""
 
 from dataclasses import dataclass
 

@@ -108,7 +108,7 @@ class Header(NamedTuple):
     """A handover without the values of its tensors."""
 
     tensors: tuple[Form, ...]
-    left: tuple[bytes, ...]
+    layer_outputs: tuple[bytes, ...]
     forms: tuple[HiddenForm, ...]
     changes_input: bool
 

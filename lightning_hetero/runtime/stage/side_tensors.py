@@ -147,7 +147,7 @@ class SideTensors:
             given[id(hidden_output(output, call.index))] = _HIDDEN
             returned = [_dump(item, handover.tensors, given) for item in output]
         is_any = returned or records or kept
-        handover.left.append(pickle.dumps((returned, records, kept)) if is_any else b"")
+        handover.layer_outputs.append(pickle.dumps((returned, records, kept)) if is_any else b"")
 
     def skip(self, call: LayerCall, hidden: int | str, handover: Handover) -> Any:
         """Return what a layer has returned on an earlier stage, and record what it has recorded.
@@ -164,9 +164,9 @@ class SideTensors:
         self._show_hooks(index)
         origin = Origin(f"the output of layer {index}", _OF_HIDDEN)
         made = Unknown.of(*handover.forms[index], device, origin, in_place_between(index))
-        if not handover.left[index]:
+        if not handover.layer_outputs[index]:
             return made
-        items, records, kept = pickle.loads(handover.left[index])
+        items, records, kept = pickle.loads(handover.layer_outputs[index])
         for place, name, shape, dtype in kept:
             origin = Origin(f"what layer {index} keeps in {name!r}", _OF_KEPT)
             known_by_shape = Unknown.of(shape, dtype, device, origin)

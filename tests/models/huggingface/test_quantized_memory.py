@@ -23,7 +23,7 @@ model.save_pretrained(sys.argv[1] + "/quantized")
 """
 READ = """
 import bitsandbytes, gc, json, sys, torch
-from torchao.quantization import Int8WeightOnlyConfig
+from torchao import quantization as torchao
 from transformers import BitsAndBytesConfig, TorchAoConfig
 from lightning_hetero.models.huggingface import load_pretrained
 
@@ -35,7 +35,9 @@ bitsandbytes.nn.Params4bit(torch.randn(64, 64), quant_type="nf4").to("cpu")
 how = {
     "plain nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
     "plain int8": BitsAndBytesConfig(load_in_8bit=True),
-    "plain torchao": TorchAoConfig(Int8WeightOnlyConfig(version=2)),
+    "plain torchao": TorchAoConfig(torchao.Int8WeightOnlyConfig(version=2)),
+    "plain float8": TorchAoConfig(torchao.Float8WeightOnlyConfig()),
+    "plain intx": TorchAoConfig(torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4)),
 }.get(sys.argv[2])
 folder = sys.argv[1] + "/" + sys.argv[2].partition(" ")[0]
 warm = load_pretrained(folder, quantization_config=how)  # What libraries load doesn't count.
@@ -71,7 +73,10 @@ def run(script: str, *arguments: object) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["quantized", "plain nf4", "plain int8", "plain torchao"])
+EIGHT_BITS = [f"plain {name}" for name in ("int8", "torchao", "float8", "intx")]
+
+
+@pytest.mark.parametrize("kind", ["quantized", "plain nf4", *EIGHT_BITS])
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="needs Linux's /proc")
 def test_a_rank_takes_its_layers_and_no_more_than_the_largest_tensor_beside(folder, kind):
     """From a quantized folder, and where weights are quantized as they are read."""
@@ -80,5 +85,5 @@ def test_a_rank_takes_its_layers_and_no_more_than_the_largest_tensor_beside(fold
     assert found["count"] == 14
     # Two of eight layers; in 8 bits a layer is twice as large as in the 4 bits of that folder.
     whole = (folder / "quantized" / "model.safetensors").stat().st_size
-    assert found["own"] < whole * (2 if kind in ("plain int8", "plain torchao") else 1) / 5
+    assert found["own"] < whole * (2 if kind in EIGHT_BITS else 1) / 5
     assert found["peak"] <= found["own"] + largest, found
