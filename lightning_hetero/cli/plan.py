@@ -20,7 +20,7 @@ from lightning_hetero.cli.arguments import (
 )
 from lightning_hetero.cli.output import facts_of, price_line, print_json, print_plan
 from lightning_hetero.cli.run_page.plan_page import draw_plan
-from lightning_hetero.core.errors import ConfigurationError, PlanError
+from lightning_hetero.core.errors import ConfigurationError, PlanError, PlanningError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
     Objective,
@@ -32,7 +32,7 @@ from lightning_hetero.planner import (
 )
 from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import ProgressCallback
-from lightning_hetero.planner.scheduled import rank_scheduled, simulate_scheduled
+from lightning_hetero.planner.scheduled import Scheduled, rank_scheduled, simulate_scheduled
 from lightning_hetero.planner.search import sizes_of
 from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.schedules import Schedule
@@ -40,6 +40,7 @@ from lightning_hetero.simulator import (
     CostModel,
     bound_line,
     fitting_lines,
+    precision_notes,
     prediction_lines,
     simulate,
     split_batch,
@@ -49,6 +50,13 @@ __all__ = ["add_arguments", "run_plan"]
 
 _NUM_CANDIDATES = 16
 """Plans of which the best one under the schedule is taken."""
+_OTHER_FORMAT = {
+    "bf16-mixed": "16-mixed",
+    "bf16-true": "16-true",
+    "16-mixed": "bf16-mixed",
+    "16-true": "bf16-true",
+}
+"""For each precision of 16 bits, the one with the other format."""
 _MOST_ACTIONS = 1_000_000
 """Most forward and backward passes of a plan that is simulated for comparison."""
 
@@ -94,23 +102,17 @@ def run_plan(arguments: argparse.Namespace) -> int:
     check_picture(arguments.plot)
     check_folder_of(arguments.output, "--output")
     cost = cost_of(arguments)
-    degrees = arguments.tp_degrees
-    options = PlanningOptions(
-        objective=Objective(arguments.objective),
-        tp_degrees=None if degrees is None else tuple(degrees),
-        num_candidates=_NUM_CANDIDATES,
-    )
-    result, scheduled = rank_scheduled(
-        _plan(arguments, cost, options), cost, Schedule(arguments.schedule)
-    )
+    result, scheduled = _find(arguments, cost)
     workload = result.workload
-    baselines = _find_baselines(cost, workload, valid_tp_degrees(cost, workload, options))
+    degrees = valid_tp_degrees(cost, workload, _options(arguments))
+    baselines = _find_baselines(cost, workload, degrees)
     if arguments.json:
         print_json(_as_json(result, cost, baselines, arguments))
     else:
         best = result.best
         counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
         lines = [*_summary(result, cost, baselines), f"schedule        {scheduled}"]
+        lines += _other_format_lines(cost, arguments)
         print_plan(
             best.plan,
             cost,
@@ -121,6 +123,21 @@ def run_plan(arguments: argparse.Namespace) -> int:
         )
     _write(arguments, result, cost)
     return 0
+
+
+def _options(arguments: argparse.Namespace) -> PlanningOptions:
+    degrees = arguments.tp_degrees
+    return PlanningOptions(
+        objective=Objective(arguments.objective),
+        tp_degrees=None if degrees is None else tuple(degrees),
+        num_candidates=_NUM_CANDIDATES,
+    )
+
+
+def _find(arguments: argparse.Namespace, cost: CostModel) -> tuple[PlanningResult, Scheduled]:
+    """Plan, and return the candidates, the best under the schedule first, and its orders."""
+    result = _plan(arguments, cost, _options(arguments))
+    return rank_scheduled(result, cost, Schedule(arguments.schedule))
 
 
 def _plan(
@@ -192,6 +209,20 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[_Basel
         f"searched        {result.num_estimated:,} layouts, {result.num_simulated:,} simulated"
     )
     return lines
+
+
+def _other_format_lines(cost: CostModel, arguments: argparse.Namespace) -> list[str]:
+    """Return what a plan in the other 16-bit format takes, if a device lacks the given one."""
+    if arguments.profile is not None or not precision_notes(cost):
+        return []
+    asked = {**vars(arguments), "precision": _OTHER_FORMAT[arguments.precision]}
+    other = argparse.Namespace(**asked)
+    try:
+        result, _ = _find(other, cost_of(other))
+    except PlanningError:
+        return []
+    time_s = result.best.simulation.iteration_time_s
+    return [f"precision       {time_s:.4g} s with the best plan for --precision {other.precision}"]
 
 
 def _compared_line(time_s: float, baselines: Sequence[_Baseline]) -> str:

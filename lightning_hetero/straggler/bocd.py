@@ -24,9 +24,9 @@ there are few values, as in Student's t; the last factor accounts for that. It i
 changes by half or more, which noise produces more rarely than real faults do.
 
 A run is a burst, not a level, if almost as many of its values are on the old side as on the new
-one, or if its first values differ. A change that isn't accepted is verified again with each further
-value as long as its run is short. Thresholds called tuned were tuned on other seeds than those of
-the published figures.
+one, if such values were usual before, or if its first values differ. A change that isn't accepted
+is verified again with each further value as long as its run is short. Thresholds called tuned were
+tuned on other seeds than those of the published figures.
 """
 
 import math
@@ -51,8 +51,7 @@ _CHANGE_PROBABILITY = 0.9
 _HAZARD = 1e-3
 """Probability of a change: one in 1,000 iterations; tuned, insensitive."""
 _MIN_RUN = 4
-"""Least number of values of a level: up to 3 slow iterations may be a checkpoint or a
-validation."""
+"""Least number of values of a level: 3 slow iterations may be a checkpoint or validation."""
 _LONGEST_SHORT_RUN = 40
 """Number of values up to which a run is short: with the worst noise, a change of 10 % takes up to
 40 to verify."""
@@ -67,6 +66,8 @@ _RECENT = 50
 over 200 values, but hardly over 50."""
 _AGREEING = 8.0
 """Number of standard deviations within which the first values of a level agree."""
+_LEAST_CHANCE = 0.002
+"""Expected number of times that values usual before come together as in a run."""
 _DEFAULT_SCALE, _LEAST_SCALE = 0.03, 0.002
 """The noise to assume for few values (0.5 % to 5 % are usual), and the least noise of all."""
 _SCALE_EVERY = 32
@@ -228,31 +229,31 @@ class BocdDetector:
         shift = after_log - median(before[-_RECENT:])
         is_large = min(abs(after_log - before_log), shift if rises else -shift) >= _LEAST_SEEN
         if self._healthy_log is not None and not rises:
-            # A level that rose by 10 % must be able to fall again, even if noise makes it look like
-            # 8 %.
+            # A level that rose by 10 % must be able to fall again, even if that looks like 8 %.
             is_large = is_large or after_log <= 0.5 * (self._healthy_log + before_log)
-        if not is_large or self._is_burst(after, 0.5 * (before_log + after_log), rises=rises):
+        if not is_large or self._is_burst(before, after):
             return False
-        missing = _HISTORY - len(before)
-        noise = self._noise[-missing:] if missing > 0 else []
+        noise = self._noise[len(before) - _HISTORY :] if len(before) < _HISTORY else []
         scale = self._scale
         if self._in_first_regime and len(before) < _MIN_HISTORY:
             # The scale was estimated with slow first iterations.
             scale = max(_DEFAULT_SCALE, _robust_scale(before))
         return _significance(before, after, scale=scale, noise=noise) >= _LEAST_SIGNIFICANCE
 
-    def _is_burst(self, after: list[float], middle: float, *, rises: bool) -> bool:
+    def _is_burst(self, before: list[float], after: list[float]) -> bool:
         """Tell whether a run may be only outliers and values between them.
 
-        Each value on the old side cancels one on the new side. While a run is short, enough of its
-        values must also agree: spikes differ in height, and so does a level that is still rising.
+        Each value on the old side cancels one on the new side; values that were usual before come
+        together by chance. Of a short run enough values must also agree: spikes differ, and so do
+        those of a level that is still rising.
         """
-        num_beyond = sum((value > middle) == rises for value in after)
-        if 2 * num_beyond - len(after) < _MIN_RUN:
-            return True
-        center, reach = median(after), _AGREEING * self._scale
-        num_agreeing = sum(abs(value - center) <= reach for value in after)
-        return len(after) < 2 * _MIN_RUN and num_agreeing < _MIN_RUN
+        center, old = median(after), median(before)
+        is_new = [(v > 0.5 * (old + center)) == (center > old) for v in (*before, *after)]
+        num_before, excess = len(before), 2 * sum(is_new[len(before) :]) - len(after)
+        by_chance = num_before * (sum(is_new[:num_before]) / num_before) ** max(excess, 0)
+        is_chance = excess < _MIN_RUN or by_chance > _LEAST_CHANCE
+        num_agreeing = sum(abs(value - center) <= _AGREEING * self._scale for value in after)
+        return is_chance or (len(after) < 2 * _MIN_RUN and num_agreeing < _MIN_RUN)
 
     def _report(self, run: int, step: int, before: list[float]) -> ChangePoint:
         before_log, after_log = median(before), median(self._logs[-run:])
@@ -268,8 +269,7 @@ class BocdDetector:
         self._noise = [value - before_log for value in before]
         self._healthy_log = healthy if after_log >= healthy + 0.5 * _LEAST_SHIFT else None
         self._num_in_regime = run
-        self._in_first_regime = False
-        self._last_rose = rises
+        self._in_first_regime, self._last_rose = False, rises
         return ChangePoint(
             step=step,
             onset_step=self._steps[-run],

@@ -35,6 +35,8 @@ _RENDEZVOUS = 0.99
 """Sends wait for their receives if more than this share of them end after the receive has begun."""
 _COINCIDE = 0.2
 """Operations end together if their ends' spread is below this share of their starts' spread."""
+_MOST_EARLY = 0.05
+"""So large a share of a step may clocks differ, as far as messages show it."""
 _AS_WELL = 4.0
 """Ends of more ranks coincide as well as those of fewer if they spread up to so many times more."""
 
@@ -172,11 +174,28 @@ def _pair_transfers(trace: OperationTrace) -> tuple[IntArray, IntArray]:
     group, sent = np.arange(len(trace)), np.full(len(trace), -1)
     pairs = [_paired(trace, name, hop) for name, hop in (("forward", 1), ("backward", -1))]
     send, receive = (np.concatenate(ends) for ends in zip(*pairs, strict=True))
+    _check_clocks(trace, send, receive)
     if len(send) and (trace.end_s[send] > trace.start_s[receive]).mean() > _RENDEZVOUS:
         group[receive] = send
     else:  # Sends end without their receives, so only receives wait.
         sent[receive] = send
     return group, sent
+
+
+def _check_clocks(trace: OperationTrace, send: IntArray, receive: IntArray) -> None:
+    """Refuse a trace in which messages arrive before they are sent.
+
+    Raises:
+        ConfigurationError: It is one.
+    """
+    early_s = trace.start_s[send] - trace.end_s[receive]
+    first, last = _extremes(trace.start_s, trace.step)[0], _extremes(trace.end_s, trace.step)[1]
+    if len(send) and (worst_s := float(early_s.max())) > _MOST_EARLY * (last - first).mean():
+        one, other = (trace.rank[ops[int(early_s.argmax())]] for ops in (send, receive))
+        raise ConfigurationError(
+            f"Messages of rank {one} to rank {other} arrive up to {worst_s:.3g} s before they are "
+            "sent, so the ranks' clocks differ. Give start_ts of all ranks by one clock."
+        )
 
 
 def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntArray]:

@@ -4,26 +4,33 @@ import os
 import signal
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor
+from torch.amp import GradScaler
 
 from lightning_hetero.runtime.iteration import agreement
 from lightning_hetero.strategy import processes
+from lightning_hetero.strategy.precision import HeteroPrecision
 from tests.callbacks.in_place import (
     BATCH,
     AveragedToy,
     Node,
     averaged_toy,
+    loader,
     playing,
     toy_of_a_command_line,
     undisturbed,
 )
 from tests.callbacks.several_nodes import NUM_RANKS as NUM_RANKS_OF_NODES
 from tests.callbacks.several_nodes import playing_nodes
-from tests.toy import ToyModule, ToyOptions
+from tests.strategy.test_loss_scale import Overflow
+from tests.toy import ToyModule, ToyOptions, quiet
 
 pytestmark = [
     pytest.mark.dist,
@@ -241,3 +248,45 @@ def test_where_some_have_stepped_and_some_have_not_all_go_back_to_a_checkpoint(
         (recovered,) = node.events("recovered")
     assert not recovered["is_live"]
     assert recovered["step"] in (0, LAST_STEP), "the newest that was complete"
+
+
+class ScaledToy(ToyModule):
+    """Micro-batches with a certain token overflow; each step's scale is written down."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(ToyOptions(num_layers=4))
+        self.file = file
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return Overflow.apply(loss) if (batch[0][:, 0] == 3).any() else loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        scale = self.trainer.precision_plugin.state_dict()["scale"]
+        with self.file.open("a") as file:
+            file.write(f"{self.trainer.global_step} {scale}\n")
+
+
+def scaler() -> GradScaler:
+    return GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+
+
+@pytest.mark.slow
+def test_survivors_keep_the_loss_scale(tmp_path: Path) -> None:
+    plugin = MixedPrecision("16-mixed", "cpu", scaler())
+    alone, shared = tmp_path / "alone", tmp_path / "shared"
+    L.seed_everything(3, verbose=False)
+    trainer = L.Trainer(devices=1, plugins=plugin, **quiet(max_steps=10))
+    trainer.fit(ScaledToy(alone), loader(2 * BATCH))
+    expected = alone.read_text().splitlines()
+    scales = [float(line.split()[1]) for line in expected]
+    assert min(scales[6:]) < max(scales[6:]), "nothing was skipped after the loss"
+    options = {"num_steps": 10, "every": 100, "redundancy": 1, "num_stages": 2}
+    options["precision_plugin"] = HeteroPrecision("16-mixed", scaler())
+    options["make_module"] = partial(ScaledToy, shared)
+    with playing(tmp_path / "run", 4, **options) as node:
+        node.wait_for_all(range(4), 5)
+        node.strike(0)
+        node.let_go_on_to(10)
+        assert node.wait_for_end() == 0, node.log()
+    assert set(shared.read_text().splitlines()) == set(expected)

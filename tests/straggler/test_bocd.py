@@ -83,6 +83,15 @@ def test_outliers_and_bursts_with_almost_as_many_fast_iterations_are_no_level(se
     assert changes(values) == []
 
 
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_values_that_were_usual_are_no_level_when_they_come_together(seed):
+    rng = np.random.default_rng(seed)
+    two_modes = np.where(rng.random(2000) < 0.3, 1.12, 1.0) * np.exp(rng.normal(0, 0.01, 2000))
+    assert changes(two_modes) == []
+    two_modes[500:] *= 1.3
+    assert len(changes(two_modes)) == 1
+
+
 def test_slow_first_iterations_periodic_spikes_and_drift_are_not_reported():
     begun_slowly, spiky = noisy([(3.0, 2), (1.5, 4), (1.0, 150)]), noisy([(1.0, 600)], 0.03)
     begun_slowly[0] = 40.0

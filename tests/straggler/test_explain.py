@@ -257,6 +257,13 @@ def test_a_trace_that_lacks_operations_everywhere_is_refused(is_lost, reason):
         OperationTrace.from_columns({name: item[kept] for name, item in columns.items()})
 
 
+def test_clocks_that_differ_are_refused():
+    columns = Planted().columns()
+    columns["start_ts"] = columns["start_ts"] + 3.0 * (columns["rank"] == 6)
+    with pytest.raises(ConfigurationError, match=r"up to .* s before they are sent"):
+        explain(OperationTrace.from_columns(columns))
+
+
 @pytest.mark.parametrize("name", ["rank", "dp_rank", "stage"])
 def test_places_below_0_are_refused(name):
     columns = Planted().columns()

@@ -95,6 +95,8 @@ class _Found:
     evidence: tuple[Evidence, ...]
     limits: Limits
     is_random: bool
+    overflows: bool
+    """Whether there is no evidence because an fp16 gradient has overflowed."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ class _Seen:
     failure: str = ""
     error: Exception | None = None
     """The error with which the step ended; None without one."""
+    overflows: bool = False
+    """Whether its fp16 gradient isn't finite, though it has targets."""
 
 
 class SplitRun:
@@ -181,7 +185,7 @@ class SplitRun:
                 self._evaluates = True
                 found = self._comms.gather_objects(self._try(step, parts, running, seed, recompute))
             everyone += found
-            if not any(any(item.empty) for one in found for item in one.evidence):
+            if not any(i.overflows or any(any(e.empty) for e in i.evidence) for i in found):
                 break
         self._decide(everyone, sum(running.num_microbatches))
 
@@ -198,7 +202,8 @@ class SplitRun:
             is_random=any(item.is_random for item in everyone),
             allow_mixing=self._config.allow_mixing,
         )
-        self._is_open = not verdict.is_verified and any(any(item.empty) for item in seen)
+        saw_none = any(any(i.empty) for i in seen) or any(i.overflows for i in everyone)
+        self._is_open = not verdict.is_verified and saw_none
         if verdict.warning:
             rank_zero_warn(verdict.warning)
         if verdict.rule != self.scale.rule and self.scale.rule is not None:
@@ -243,7 +248,9 @@ class SplitRun:
                 if found is not None:
                     seen.append(found)
         reports = running.place is not None and running.place.tp_rank == 0
-        return _Found(_evidence_of(seen) if seen and reports else (), limits, has_drawn)
+        overflows = any(item.overflows for item in seen)
+        evidence = _evidence_of(seen) if seen and reports and not overflows else ()
+        return _Found(evidence, limits, has_drawn, overflows)
 
     def _run_part(
         self,
@@ -276,7 +283,9 @@ class SplitRun:
         else:
             countings = Counting.likely(part, self._by_module)
             counts = {item: float(item.of(part, self._by_module)) for item in countings}
-            return _Seen(gradient=gradient, counts=counts)
+            overflows = self._config.scales_loss and not gradient.isfinite().all()
+            overflows = bool(overflows) and next(iter(counts.values()), 0.0) > 0
+            return _Seen(gradient=gradient, counts=counts, overflows=overflows)
         forward.look()
         link.send_activation(handed_on)
         return None
