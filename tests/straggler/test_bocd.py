@@ -83,13 +83,17 @@ def test_outliers_and_bursts_with_almost_as_many_fast_iterations_are_no_level(se
     assert changes(values) == []
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_values_that_were_usual_are_no_level_when_they_come_together(seed):
-    rng = np.random.default_rng(seed)
-    two_modes = np.where(rng.random(2000) < 0.3, 1.12, 1.0) * np.exp(rng.normal(0, 0.01, 2000))
-    assert changes(two_modes) == []
-    two_modes[500:] *= 1.3
-    assert len(changes(two_modes)) == 1
+def test_values_that_were_usual_are_seldom_a_level_when_they_come_together():
+    num_stray = 0
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        two_modes = np.where(rng.random(2000) < 0.3, 1.12, 1.0) * np.exp(rng.normal(0, 0.01, 2000))
+        num_stray += len(changes(two_modes))
+        two_modes[500:] *= 1.3
+        found = changes(two_modes)
+        assert any(500 <= change.onset_step <= 510 for change in found)
+        num_stray += len(found) - 1
+    assert num_stray <= 4  # of 40,000 values; 51 if values before the run were not asked
 
 
 def test_slow_first_iterations_periodic_spikes_and_drift_are_not_reported():
