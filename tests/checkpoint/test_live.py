@@ -107,7 +107,7 @@ def test_ranks_that_do_not_go_together_say_why_alike() -> None:
         ([states[0], torn, states[3]], "rank 1 has nothing of the last step: it was lost in the"),
         ([states[1], states[3]], "of the generation before"),
         ([states[0], states[2]], "without ranks [1, 3] of the generation before: "),
-        ([states[0], states[2], None], "Nobody has rows"),
+        ([states[0], states[2], None], "No part has rows"),
         ([None, *states], "rank 0 has trained no step"),
     ):
         found = recover_all(list(own))

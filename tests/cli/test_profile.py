@@ -75,7 +75,7 @@ def test_a_measured_profile_serves_simulate_with_its_messages_and_plan_with_its_
     ("change", "message"),
     [
         (["--tp-degrees", "3"], "doesn't divide"),
-        (["--device", "abacus"], "no device"),
+        (["--device", "abacus"], "isn't a device"),
         (["--output", "no/where.json"], "folder doesn't exist"),
         (["--merge", "none.json"], "Can't read the profile"),
         (["--sequence-lengths", "16", "0"], "samples of [16, 0] tokens"),

@@ -299,9 +299,9 @@ class StagePasses:
         if held.outputs:
             self._has_run_backward = True
             self._boundary.run_backward(held.forward, held.outputs, gradients)
-        if link.previous is not None:
+        if is_last:
+            self._running.push.end_last_backward()
+        if link.previous is not None:  # At the action's end, as traces of operations say.
             link.send_gradient(
                 [torch.zeros_like(i) if i.grad is None else i.grad for i in held.received]
             )
-        if is_last:  # Not before: the previous stage waits for its gradient.
-            self._running.push.end_last_backward()
