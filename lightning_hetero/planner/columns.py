@@ -119,9 +119,13 @@ class ColumnTimes:
         self._known: dict[Column, Rate | None] = {}
         self.splits: dict[tuple[Column, int], tuple[int, ...] | None] = {}
         """Layers that were chosen for columns and micro-batches, see `splitting`."""
-        is_near = order is MappingOrder.PIPELINES_TOGETHER
-        self.num_together = 1 if is_near else ownership.num_pipelines
-        """Number of pipelines whose equal stages are placed one after another."""
+        self.num_together = {
+            MappingOrder.PIPELINES_TOGETHER: 1,
+            MappingOrder.STAGES_TOGETHER: ownership.num_pipelines,
+            MappingOrder.APART: max(stages.counts) + 1,
+        }[order]
+        """Number of pipelines whose equal stages are placed one after another; for APART more than
+        a node has room for."""
         share = stages.workload.num_microbatches / ownership.num_pipelines
         self.usual = max(1, round(share))
 

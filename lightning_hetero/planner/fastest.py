@@ -1,13 +1,14 @@
 """Find the fastest plans on given nodes: masters, whole mixes, placement and local search.
 
 Masters are solved for numbers of pipelines worth trying: 1, 2, 3, 4, 6 and so on, until larger ones
-get worse, and then around the best one. For the second order of placement, and for ownership by
+get worse, and then around the best one. For the other orders of placement, and for ownership by
 room, masters are solved only if that makes a difference for the best number.
 """
 
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -35,10 +36,10 @@ _NARROWED = 3
 """Largest number of stages that get a lower TP degree so that nodes have room for a mix."""
 _MASTERS = 16
 """Largest number of masters near the best one whose mixes are used, for each ownership."""
-_MOVED = 6
+_MOVED = 8
 """Number of the fastest mixes that are also used with layers moved between stages."""
 _PLACED = 24
-"""Number of mixes, the fastest by their columns' times, that are placed and simulated."""
+"""Number of mixes of each ownership, the fastest by their columns' times, that are placed."""
 _IMPROVED = 12
 """How many of the fastest placed plans the last local search begins from."""
 _WORK = 6_000
@@ -56,7 +57,7 @@ _FINE = 0.03
 _HALVINGS = 3
 """How often the numbers halfway between the best one and those next to it are tried."""
 _SAME_ORDER = 3e-3
-"""Least share by which T must differ for masters of the second order of placement to be solved."""
+"""Least share by which T must differ for masters of another order of placement to be solved."""
 
 
 @dataclass(frozen=True)
@@ -148,13 +149,14 @@ class FastestPlans:
         self.solved_for = list(sizes)
         total = self.any_stages.workload.global_batch_size // min(sizes)
         top = min(total, sum(self.any_stages.devices.values()))
-        near, far = MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER
+        near = MappingOrder.STAGES_TOGETHER
         numbers = _numbers(top)
-        times = self._scan(lambda n: self._solve(Ownership(n), near), numbers)
+        times = self._scan(partial(self._solve_for, order=near), numbers)
         best = min(times, key=times.__getitem__)
-        other = self._solve(Ownership(best), far)
-        if not abs(other / times[best] - 1) < _SAME_ORDER:
-            self._scan(lambda n: self._solve(Ownership(n), far), numbers)
+        for order in (MappingOrder.PIPELINES_TOGETHER, MappingOrder.APART):
+            solve = partial(self._solve_for, order=order)
+            if not abs(solve(best) / times[best] - 1) < _SAME_ORDER:
+                self._scan(solve, numbers)
         if self.judge.cost.layout.is_owned_by_room:
             # Masters use up to so many pipelines, and may use fewer.
             used = sum(number for _, number in self.solved[Ownership(best), near].best_columns())
@@ -198,6 +200,9 @@ class FastestPlans:
                 known[number] = solve(number)
         return known
 
+    def _solve_for(self, number: int, order: MappingOrder) -> float:
+        return self._solve(Ownership(number), order)
+
     def _solve(self, ownership: Ownership, order: MappingOrder) -> float:
         """Return the least T of a master, solved once, with the best columns of those before."""
         if (ownership, order) not in self.solved:
@@ -225,7 +230,7 @@ class FastestPlans:
             for master in near:
                 master.add_moved()
             mixes = _distinct([(master, mix) for master in near for mix in master.mixes()])
-            found += mixes[: _PLACED // 2]
+            found += mixes[:_PLACED]
             found += [(master, master.with_layers_moved(mix)) for master, mix in mixes[:_MOVED]]
         return _distinct(found)
 
@@ -235,7 +240,7 @@ class FastestPlans:
         """Return the mixes on nodes, with micro-batches, in both orders of placement."""
         found: dict[Candidate, None] = {}
         for master, mix in mixes:
-            for order in MappingOrder:
+            for order in (MappingOrder.STAGES_TOGETHER, MappingOrder.PIPELINES_TOGETHER):
                 item = self._candidate(master, mix, order)
                 if item is not None:
                     found[item] = None

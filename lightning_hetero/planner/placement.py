@@ -121,6 +121,9 @@ class MappingOrder(StrEnum):
     """The same stage of all pipelines: gradients stay inside nodes."""
     PIPELINES_TOGETHER = "pipelines-together"
     """All stages of a pipeline: activations stay inside nodes."""
+    APART = "apart"
+    """Like STAGES_TOGETHER, but columns assume that every activation leaves its node: in a mix of
+    unlike pipelines most do."""
 
 
 def place(
