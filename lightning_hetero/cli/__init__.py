@@ -28,7 +28,7 @@ _COMMANDS = {
     "checkpoint": "list, inspect, verify, export, reject and prune checkpoints",
     "report": "write an HTML page about a run",
     "stragglers": "find out from a log what slowed a run or any other job",
-    "explain": "find out from a trace of operations why a run was slow",
+    "explain": "the same as stragglers explain: find out from a trace why a run was slow",
 }
 _EXIT_BAD_INPUT = 2
 

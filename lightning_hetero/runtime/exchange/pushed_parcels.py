@@ -179,7 +179,7 @@ class PushedParcels(ParcelUnit):
             for parcel, _, _, own in self._summands
         ]
         _, names, like, _ = self._summands[0]
-        total = lines[0].to(self._sum_dtypes[names[0]])
+        total = lines[0].detach().to(self._sum_dtypes[names[0]])
         for line in lines[1:]:
             total += line
         return dict(zip(names, split_line(total, like), strict=True))

@@ -15,6 +15,7 @@ from tests.fits import Make, check, each, refused, train
 from tests.plans import COPIES, SHARDED, STAGES, UNEQUAL, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.steps import hook_modules as hooks
+from tests.runtime.steps.refused_hooks import DOES, Does
 from tests.toy import TinyModule
 
 pytestmark = pytest.mark.dist
@@ -70,7 +71,7 @@ REFUSED: dict[Make, str] = {
     hooks.ChangesInStep: "changes parameter",
     hooks.ChangesDataInStep: "changes parameter",
     hooks.Renorms: "changes parameter",
-    **{partial(hooks.Does, kind): f"{told} is called" for kind, (_, told, _) in hooks.DOES.items()},
+    **{partial(Does, kind): f"{told} is called" for kind, (_, told, _) in DOES.items()},
 }
 
 
