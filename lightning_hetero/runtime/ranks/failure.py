@@ -10,6 +10,7 @@ the process is ended with that message and a non-zero exit code. All this works 
 """
 
 import atexit
+import math
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -179,7 +180,9 @@ class FailureDetector:
         """Wait until a failure is reported or a rank is silent; return why a connection broke."""
         if self._watch is not None:
             self._heartbeat.suspect()
-            self._is_judged.wait(min(self._timeout_s, 15.0))
+            # In short waits, because the machine itself may stand still for longer than them all.
+            num_waits = math.ceil(min(self._timeout_s, 15.0) / self._interval_s)
+            any(self._is_judged.wait(self._interval_s) for _ in range(num_waits))
         return self._reason or (
             "A connection to another rank broke, or it took too long to answer, and no rank said "
             "why. See the other ranks' logs. Ranks wait in vain if a hook stops, skips or saves on "

@@ -213,11 +213,14 @@ class Heartbeat:
         try:
             self._own = self._store.clone()  # type: ignore[attr-defined]
             self._start = int(self._own.add(f"starts/{self.number}", 1))
-            while not self._is_ending:
+            is_last = False
+            while not is_last:
+                is_last = self._is_ending  # What this rank has told by now is written first.
                 self._round()
                 self.has_begun.set()
-                self._wake.wait(self._pause_s())
-                self._wake.clear()
+                if not is_last:
+                    self._wake.wait(self._pause_s())
+                    self._wake.clear()
             self._report_end()
         except Exception:
             # The client's own errors have many types, and the process may be partly torn down.

@@ -65,3 +65,14 @@ def test_a_node_that_is_lost_is_silent_for_the_rank_before_it(
     assert go_on((3, 4), 8) == {1: 8, 2: 8, 3: 0, 4: 0}
     ranks[2]._report_end()
     assert go_on((1, 3, 4), 1) == {1: 0, 3: 0, 4: 0}, "who ends normally isn't missed"
+
+
+def test_what_a_rank_tells_just_before_it_ends_reaches_the_others() -> None:
+    """Otherwise they would take it for a normal end, and not know why the connection broke."""
+    ranks, watches = heartbeats(CountingStore(), 2)
+    ranks[0]._round()
+    ranks[1].tell(1, "Rank 1 failed: a bug")
+    ranks[1]._is_ending = True  # The thread was late: it has had no round since.
+    ranks[1]._run()
+    ranks[0]._round()
+    assert watches[0].failure == "Rank 1 failed: a bug"
