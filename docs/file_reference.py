@@ -18,8 +18,6 @@ from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory, LinkTimes, Profile
 from lightning_hetero.core.reading import unit_of_field
 
-__all__ = ["reference"]
-
 _INTRODUCTION = """# Cluster, model, plan and profile files
 
 Cluster and model files are YAML, plans and profiles JSON. An unknown, misspelt or duplicate key is

@@ -24,18 +24,6 @@ from torch.distributed.run import config_from_args, parse_args
 
 from lightning_hetero import HeteroStrategy, LayerwiseCheckpoint
 
-__all__ = [
-    "Agents",
-    "LogTail",
-    "forget",
-    "fork",
-    "launch",
-    "prepare_folder",
-    "quiet_trainer",
-    "run_alone",
-    "write_to",
-]
-
 
 def prepare_folder(folder: Path) -> Path:
     """Empty a folder, and make this process ready to fork others; returns its absolute path."""

@@ -39,8 +39,6 @@ from lightning_hetero.models.batches import AssignedBatch
 from lightning_hetero.strategy.run import note
 from lightning_hetero.testing import EmulatedDevices
 
-__all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:

@@ -20,8 +20,6 @@ from rich.text import Text
 from lightning_hetero import ParallelPlan
 from lightning_hetero.callbacks import read_log
 
-__all__ = ["Comparison", "Event", "Phase", "Timeline", "compare", "find_phases", "in_short", "show"]
-
 Event = dict[str, Any]
 _STYLES = {
     "faults": "red", "killed": "red", "notice": "red",

@@ -21,8 +21,6 @@ from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import note
 from lightning_hetero.testing import EmulatedClock, LinkDelay, emulate
 
-__all__ = ["Fault", "InjectFaults", "SlowLink", "SlowRank"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:

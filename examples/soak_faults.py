@@ -12,8 +12,6 @@ from pathlib import Path
 from local_nodes import Agents, forget
 from soak_node import Settings, be_agent, checkpoint_of
 
-__all__ = ["KINDS", "NODES", "Faults", "Nodes", "playing"]
-
 NODES = ("a", "b", "c")
 
 

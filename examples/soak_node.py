@@ -34,8 +34,6 @@ from lightning_hetero.checkpoint import LocalStore
 from lightning_hetero.data import HeteroDataModule
 from lightning_hetero.strategy.run import note
 
-__all__ = ["Settings", "be_agent", "checkpoint_of", "train_alone"]
-
 NUM_LAYERS = 3
 TEXT = PythonSourceDataset("train", context_length=64, max_files=8)
 """Read once: all processes are forks of one that has it, and looking for files takes seconds."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from lightning_hetero.callbacks import read_log
 
-__all__ = ["Fault", "compare", "tell"]
-
 Event = dict[str, Any]
 
 PAUSE_S = 1.0

@@ -19,17 +19,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_hetero.models import PackedBatch, pack_samples
 
-__all__ = [
-    "END_OF_TEXT",
-    "VOCAB_SIZE",
-    "PythonSourceData",
-    "PythonSourceDataset",
-    "byte_tokens",
-    "decode",
-    "source_files",
-    "top_level_pieces",
-]
-
 END_OF_TEXT = 256
 """Token after the last byte of a sample that wasn't clipped."""
 VOCAB_SIZE = 257

@@ -29,17 +29,6 @@ from lightning_hetero.runtime.generation.keeper import (
     joiner_variables,
 )
 
-__all__ = [
-    "KeeperTask",
-    "be_kept",
-    "become_keeper",
-    "block_signals",
-    "keep",
-    "keep_by_task",
-    "keep_script",
-    "task_of",
-]
-
 _TASK = "LIGHTNING_HETERO_KEEPER"
 _LIBC = ctypes.CDLL(None)
 _PR_SET_PDEATHSIG = 1

@@ -17,8 +17,6 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
-__all__ = ["CappedMemory", "MemoryCounter"]
-
 
 class CappedMemory(Callback):
     """Hold each rank to its own bytes while it trains; pass it to the Trainer.

@@ -16,8 +16,6 @@ from lightning_hetero.models import (
 )
 from tests.toy import Compared
 
-__all__ = ["PackedLM", "Samples"]
-
 
 class Samples(Dataset[Tensor]):
     """Random tokens of given lengths."""

@@ -1,4 +1,8 @@
-"""Every public name is exported by its module once, and re-exported truthfully."""
+"""Every public name is exported once, and re-exported truthfully.
+
+Packages and the modules that have a page of the reference list their names in `__all__`; in any
+other module a name is private if it begins with an underscore.
+"""
 
 import ast
 import importlib
@@ -25,7 +29,8 @@ def modules():
 
 
 def exports(module):
-    return list(getattr(module, "__all__", ()))
+    """Return what a package or a page of the reference lists, or what any other module defines."""
+    return list(getattr(module, "__all__", sorted(public(module))))
 
 
 def public(module):

@@ -22,8 +22,6 @@ from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_le
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 
-__all__ = ["Dispatch", "dispatch", "latency_bound_s"]
-
 _NOISES = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 100.0)  # So much noise as the last is a plain shuffle.
 _NUM_ORDERS = 100
 _NUM_IMPROVED = 4  # Best orders whose dispatches are improved.

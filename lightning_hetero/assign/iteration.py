@@ -38,17 +38,6 @@ from lightning_hetero.core.errors import AssignmentError, BatchError
 from lightning_hetero.core.process import answer_questions
 from lightning_hetero.core.reading import build
 
-__all__ = [
-    "AssignmentRequest",
-    "Packing",
-    "assign_iteration",
-    "microbatch_range",
-    "pack",
-    "plan_text",
-    "read_assignment",
-    "serve",
-]
-
 _MOST_PARTITIONED = 7  # Sequences of which all partitions are tried: 877 of 7.
 
 

@@ -22,18 +22,6 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.errors import AssignmentError
 from lightning_hetero.core.reading import check_numbers
 
-__all__ = [
-    "NEVER_RECOMPUTED",
-    "UNFIT_S",
-    "CostTable",
-    "PipelineCost",
-    "as_lengths",
-    "microbatch_times_s",
-    "sequence_times_s",
-    "stretch",
-    "typical_length",
-]
-
 UNFIT_S = 1e30
 """Time of a sequence on a pipeline that can't hold it; finite, so that 0 times it is 0."""
 

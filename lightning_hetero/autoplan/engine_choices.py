@@ -26,14 +26,6 @@ from lightning_hetero.runtime.setup.detect import cluster_of
 from lightning_hetero.simulator import MemoryTerms, usable_bytes
 from lightning_hetero.simulator.links import ClusterLinks, push_by_node_s, push_straight_s
 
-__all__ = [
-    "check_room_for_states",
-    "find_standbys_of_run",
-    "state_memory",
-    "with_exchange",
-    "with_owner_shares",
-]
-
 _GIB = 2**30
 _LEAST_GAIN = 1.05
 """Least speed-up for which gradients are pushed by node, since a direct push needs fewer

@@ -41,20 +41,6 @@ from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import Simulation, StateLayout
 
-__all__ = [
-    "NUM_STATES",
-    "AutoPlan",
-    "AutoPlanned",
-    "BatchSizes",
-    "DataFacts",
-    "Emulation",
-    "RunFacts",
-    "RunPlans",
-    "find_batch_sizes",
-    "find_data",
-    "find_sizes",
-]
-
 _BATCH_NAMES = ("batch_size", "train_batch_size", "per_device_train_batch_size")
 _LENGTH_NAMES = (
     "context_length",

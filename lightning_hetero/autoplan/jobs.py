@@ -28,8 +28,6 @@ from lightning_hetero.runtime.iteration.config import OwnedDevice
 from lightning_hetero.runtime.setup.detect import Seat, cluster_of, corrected_cluster
 from lightning_hetero.simulator import MicroBatchShape, RooflineCost, StageShape, StateLayout
 
-__all__ = ["Contingencies", "Job", "foresee", "losses_to_plan_for", "num_batches_of"]
-
 _DEFAULT_SAMPLES = 8
 """Samples of a rank's batch if no number is found."""
 _DEFAULT_LENGTH = 512

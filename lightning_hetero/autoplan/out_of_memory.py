@@ -26,8 +26,6 @@ from lightning_hetero.core.texts import format_table
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.simulator import TERM_NAMES, MemoryCorrection, MemoryTerms
 
-__all__ = ["MemoryWatch", "OutOfMemory", "is_out_of_memory", "requested_bytes"]
-
 _MIB = 2**20
 _OF_CPU = "can't allocate memory"
 _UNITS = {"bytes": 1, "KiB": 2**10, "MiB": _MIB, "GiB": 2**30}

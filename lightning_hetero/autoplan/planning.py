@@ -54,8 +54,6 @@ from lightning_hetero.simulator import (
     prediction_lines,
 )
 
-__all__ = ["PlanRequest", "make_plan"]
-
 _MAX_PROFILED_TOKENS = 4096
 _UNKNOWN_SIZES = (
     "This module's sizes are unknown (no list of layers, or layers without matrices), so nothing "

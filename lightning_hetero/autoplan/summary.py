@@ -37,8 +37,6 @@ from lightning_hetero.simulator import (
     usable_bytes,
 )
 
-__all__ = ["StartUp"]
-
 _NAMED_STANDBYS = 8
 """The report lists the standby of each rank up to this number of ranks."""
 

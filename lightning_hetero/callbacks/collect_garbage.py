@@ -14,8 +14,6 @@ from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["CollectGarbage"]
-
 
 class CollectGarbage(Callback):
     """Collect garbage on all ranks every `every_n_steps` steps, and at no other time.

@@ -39,8 +39,6 @@ from lightning_hetero.strategy.run import Ranks, note, run_of
 if TYPE_CHECKING:
     from lightning_hetero.strategy.run import SavesSlices
 
-__all__ = ["ElasticRestart"]
-
 _log = logging.getLogger(__name__)
 
 _SETTLE_S = 5.0

@@ -51,8 +51,6 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.failure import AgreedExit
 from lightning_hetero.strategy.run import note, run_of
 
-__all__ = ["LayerwiseCheckpoint"]
-
 
 class LayerwiseCheckpoint(Checkpoint):
     """Save every n optimizer steps, layer by layer and slice by slice, and resume automatically.

@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
     from lightning_hetero.runtime.generation.log import Generation
 
-__all__ = ["RunLog", "read_log"]
-
 _MOST_CHANGES = 1000
 
 

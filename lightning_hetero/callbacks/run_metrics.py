@@ -41,8 +41,6 @@ from lightning_hetero.strategy.run import Ranks, note, run_of
 if TYPE_CHECKING:
     from lightning_hetero.core.model_spec import ModelSpec
 
-__all__ = ["RunMetrics"]
-
 _Memory = Sequence[tuple[float, float]]
 """For each rank its bytes in use, and those that were predicted."""
 

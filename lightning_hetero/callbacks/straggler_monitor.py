@@ -34,8 +34,6 @@ from lightning_hetero.straggler.events import to_entry
 from lightning_hetero.straggler.watch import WatchConfig
 from lightning_hetero.strategy.run import Ranks, note, run_of
 
-__all__ = ["StragglerMonitor"]
-
 
 class StragglerMonitor(Callback):
     """Find stragglers within a few steps and work around them without a restart.

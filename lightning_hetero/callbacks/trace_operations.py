@@ -26,8 +26,6 @@ from lightning_hetero.runtime.clock import ActionTime, IterationTimes
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import Ranks, run_of
 
-__all__ = ["TraceOperations"]
-
 _NAMES = {
     ActionKind.FORWARD: "forward-compute",
     ActionKind.BACKWARD: "backward-compute",

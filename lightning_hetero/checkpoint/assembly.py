@@ -38,8 +38,6 @@ from lightning_hetero.checkpoint.manifest import (
 )
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["CHUNK_BYTES", "Assembly", "FileRange"]
-
 CHUNK_BYTES = 16 << 20
 """Most bytes of one fetch, which sender and receiver hold in memory."""
 

@@ -34,8 +34,6 @@ from lightning_hetero.core.process import (
     membership_name,
 )
 
-__all__ = ["OWNER_FILE", "RUN_FILE", "Lease", "OccupiedError", "mark_places", "new_run", "read_run"]
-
 _log = logging.getLogger(__name__)
 
 RUN_FILE = "run.json"

@@ -43,8 +43,6 @@ from lightning_hetero.checkpoint.tiers import (
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 
-__all__ = ["Committer", "SaveTask", "WriterOptions"]
-
 _log = logging.getLogger(__name__)
 _Statuses = Sequence[Mapping[str, Any]]
 

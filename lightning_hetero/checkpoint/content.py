@@ -15,17 +15,6 @@ from lightning_hetero.checkpoint.manifest import WEIGHT, CheckpointId, Scalar
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 
-__all__ = [
-    "OF_CALLBACKS",
-    "CheckpointContent",
-    "RestoredSlice",
-    "SliceContent",
-    "SliceNeed",
-    "num_rows",
-    "optimizer_state_dict",
-    "refuse_nonfinite",
-]
-
 OF_CALLBACKS = "callback:"
 """Prefix of state that belongs to a callback, such as averaged weights, not to the optimizer."""
 

@@ -14,15 +14,6 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from lightning_hetero.core.process import Deadline, Progress
 
-__all__ = [
-    "MARGIN",
-    "BackgroundThread",
-    "Followed",
-    "HangingError",
-    "Operations",
-    "map_on_threads",
-]
-
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _Item = TypeVar("_Item")

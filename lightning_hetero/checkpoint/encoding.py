@@ -30,16 +30,6 @@ from lightning_hetero.checkpoint.manifest import (
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import installed_version
 
-__all__ = [
-    "DTYPE_NAMES",
-    "SAFETENSORS_DTYPES",
-    "FileBody",
-    "encode_metadata",
-    "encode_part",
-    "make_manifest",
-    "metadata_files",
-]
-
 SAFETENSORS_DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
     "F32": torch.float32,

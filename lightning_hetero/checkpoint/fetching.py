@@ -33,8 +33,6 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.core.process import Progress
 
-__all__ = ["Fetcher", "Parts", "Recovered", "RecoveryReport", "cheapest", "take"]
-
 _log = logging.getLogger(__name__)
 
 _READERS = 8

@@ -38,8 +38,6 @@ from lightning_hetero.checkpoint.tiers import Location, Tier, TierKind, own_stor
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 
-__all__ = ["Recovery"]
-
 _log = logging.getLogger(__name__)
 _LOOKS = 20
 """Largest number of inventories that are taken: another run may delete checkpoints in between, and

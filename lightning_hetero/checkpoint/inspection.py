@@ -49,17 +49,6 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import write_whole
 from lightning_hetero.core.texts import format_table
 
-__all__ = [
-    "View",
-    "describe_layers",
-    "export_checkpoint",
-    "list_checkpoints",
-    "look",
-    "prune",
-    "reject",
-    "verify",
-]
-
 _NODE = "here"
 
 

@@ -37,19 +37,6 @@ from lightning_hetero.checkpoint.tiers import (
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 
-__all__ = [
-    "Choice",
-    "ChoiceError",
-    "Inventory",
-    "Manifests",
-    "PartCopy",
-    "choose",
-    "choose_run",
-    "complete_checkpoints",
-    "locations_of_files",
-    "take_inventory",
-]
-
 _READERS = 16
 _UNSEEN_ATTEMPTS = 1000
 """Added to the attempt number if a place can't be read. That place may have seen more starts of the

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from lightning_hetero.checkpoint.manifest import CheckpointId
 
-__all__ = ["Lasting"]
-
 _NUM_REASONS = 8
 """Number of failures that are kept."""
 

@@ -31,8 +31,6 @@ from lightning_hetero.checkpoint.statuses import Peers
 from lightning_hetero.checkpoint.tiers import Location, TierKind
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = ["LiveState", "recover_live"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LiveState:

@@ -23,25 +23,6 @@ from pydantic import TypeAdapter
 
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = [
-    "BLOCK_BYTES",
-    "SHARED_METADATA",
-    "WEIGHT",
-    "BlockChecksums",
-    "Buffer",
-    "CheckpointId",
-    "FileEntry",
-    "PartManifest",
-    "Scalar",
-    "SliceEntry",
-    "TensorEntry",
-    "fault_in",
-    "manifest_name",
-    "name_of_unit",
-    "parse_manifest_name",
-    "rank_metadata_name",
-]
-
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 BLOCK_BYTES = 1 << 20

@@ -18,16 +18,6 @@ from types import FrameType
 from typing import Protocol
 from urllib.parse import urlsplit
 
-__all__ = [
-    "AwsSpotNotice",
-    "AzureScheduledEvents",
-    "GcpPreemptionNotice",
-    "Notice",
-    "NoticeWatcher",
-    "PreemptionNotice",
-    "SigtermNotice",
-]
-
 _log = logging.getLogger(__name__)
 
 

@@ -17,8 +17,6 @@ from urllib.parse import quote, unquote
 
 from lightning_hetero.core.process import is_loopback
 
-__all__ = ["Address", "FileServer", "PeerFiles", "Probe", "Readable", "own_host"]
-
 Address = tuple[str, int, str]
 """Host, port and token of a server."""
 

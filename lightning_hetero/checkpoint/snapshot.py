@@ -18,8 +18,6 @@ import torch
 from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.deadlines import BackgroundThread
 
-__all__ = ["HostBuffer", "Snapshot"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:

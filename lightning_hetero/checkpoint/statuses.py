@@ -30,8 +30,6 @@ from lightning_hetero.checkpoint.serving import Address, FileServer, Probe, Read
 from lightning_hetero.core.errors import CheckpointError, PeerError
 from lightning_hetero.core.process import Deadline, Progress
 
-__all__ = ["Peers"]
-
 _LOOK_AGAIN_S = 1.0
 """Seconds between two checks of a rank's server."""
 _T = TypeVar("_T")

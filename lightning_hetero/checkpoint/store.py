@@ -24,16 +24,6 @@ from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 
-__all__ = [
-    "FsspecStore",
-    "LocalStore",
-    "RetryingStore",
-    "Store",
-    "check_store",
-    "local_folder",
-    "open_store",
-]
-
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _TEMPORARY = ".tmp-"

@@ -31,29 +31,6 @@ from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.process import Progress
 
-__all__ = [
-    "CONFIRMED",
-    "REJECTED",
-    "Location",
-    "Source",
-    "StoredFile",
-    "StoredPart",
-    "Tier",
-    "TierKind",
-    "TornError",
-    "checkpoints_in",
-    "confirm",
-    "copy_part",
-    "own_stores",
-    "place_replicas",
-    "pull_part",
-    "read_manifest",
-    "remove_checkpoints",
-    "remove_files",
-    "source_of",
-    "write_part",
-]
-
 _log = logging.getLogger(__name__)
 
 CONFIRMED = "confirmed"

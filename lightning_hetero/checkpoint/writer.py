@@ -37,8 +37,6 @@ from lightning_hetero.core.process import Deadline
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-__all__ = ["CheckpointWriter", "SavedCheckpoint"]
-
 _log = logging.getLogger(__name__)
 
 

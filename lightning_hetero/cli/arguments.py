@@ -27,19 +27,6 @@ from lightning_hetero.simulator import (
 )
 from lightning_hetero.simulator.stage import PRECISIONS
 
-__all__ = [
-    "Prediction",
-    "add_model_argument",
-    "add_plot_argument",
-    "add_workload_arguments",
-    "check_folder_of",
-    "check_picture",
-    "cost_of",
-    "model_of",
-    "predict",
-    "replicated_cost",
-]
-
 _PICTURES = (".svg", ".png", ".pdf")
 
 

@@ -22,8 +22,6 @@ from lightning_hetero.checkpoint.store import check_store, local_folder, open_st
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["add_arguments", "run_checkpoint"]
-
 _EXIT_DAMAGED = 1
 
 

@@ -17,8 +17,6 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.simulator import CostModel, devices_line
 from lightning_hetero.simulator.exchange import moved_params
 
-__all__ = ["add_arguments", "run_compare"]
-
 _GIB = 2**30
 
 

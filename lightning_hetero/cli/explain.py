@@ -12,8 +12,6 @@ from lightning_hetero.core.texts import format_table, load_file, parse_yaml
 from lightning_hetero.straggler.traces import Layout, read_operations
 from lightning_hetero.straggler.what_if import answer, explain
 
-__all__ = ["add_arguments", "run_explain"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""

@@ -22,16 +22,6 @@ from lightning_hetero.simulator import (
     tuning_notes,
 )
 
-__all__ = [
-    "as_rich",
-    "assumptions_line",
-    "facts_of",
-    "output_console",
-    "price_line",
-    "print_json",
-    "print_plan",
-]
-
 _TEXT_COLUMNS = ("pipeline", "stage", "device", "ranks", "pipelines", "what")
 
 

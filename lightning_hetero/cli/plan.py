@@ -46,8 +46,6 @@ from lightning_hetero.simulator import (
     split_batch,
 )
 
-__all__ = ["add_arguments", "run_plan"]
-
 _NUM_CANDIDATES = 16
 """Plans of which the best one under the schedule is taken."""
 _OTHER_FORMAT = {

@@ -25,8 +25,6 @@ from lightning_hetero.runtime.setup.profiling import ProfileOptions, measure_pro
 from lightning_hetero.straggler.events import Pair
 from lightning_hetero.straggler.probe import probe_links
 
-__all__ = ["MeasuredLinks", "add_arguments", "measure_links", "run_profile"]
-
 _SMALL_BYTES = 1024
 _LARGE_BYTES = 8 * 2**20
 

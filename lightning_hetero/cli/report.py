@@ -9,8 +9,6 @@ from lightning_hetero.cli.run_page.figures import charts, lanes, memory_rows, pl
 from lightning_hetero.cli.run_page.history import RunHistory, read_history
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["add_arguments", "render", "run_report"]
-
 _MOST_EVENTS, _MOST_PLANS = 1000, 20
 _STATES = {
     "running": "Still running, or ended less than ten minutes ago without recording its end.",

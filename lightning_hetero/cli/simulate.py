@@ -21,8 +21,6 @@ from lightning_hetero.simulator import (
     prediction_lines,
 )
 
-__all__ = ["add_arguments", "run_simulate"]
-
 _GIB = 2**30
 
 

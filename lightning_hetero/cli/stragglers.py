@@ -23,8 +23,6 @@ from lightning_hetero.straggler import (
 )
 from lightning_hetero.straggler.any_job import is_event_log
 
-__all__ = ["add_arguments", "run_stragglers", "summarise"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommand's arguments."""

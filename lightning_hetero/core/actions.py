@@ -20,16 +20,6 @@ from functools import lru_cache
 
 from lightning_hetero.core.reading import readable
 
-__all__ = [
-    "MAX_KEPT_SENDS",
-    "Action",
-    "ActionKind",
-    "Assignment",
-    "most_held",
-    "schedule_1f1b",
-    "schedule_forward",
-]
-
 MAX_KEPT_SENDS = 2
 """Largest number of unfinished sends to the next stage in forward-only passes."""
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["append_event", "read_entries"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -14,16 +14,6 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.reading import readable
 from lightning_hetero.core.texts import load_file, parse_json, show
 
-__all__ = [
-    "DEFAULT_RANK",
-    "QUANTIZATIONS",
-    "Adapter",
-    "FineTuning",
-    "cached_config",
-    "read_quantization",
-    "sizes_of_config",
-]
-
 DEFAULT_RANK = 16
 """Rank of the adapters that are assumed for a quantized model if no rank is given."""
 

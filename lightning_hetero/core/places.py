@@ -12,16 +12,6 @@ from math import inf
 
 from lightning_hetero.core.errors import PlanError
 
-__all__ = [
-    "RankPlace",
-    "check_owners",
-    "check_owners_exist",
-    "find_places",
-    "stages_by_worker",
-    "usual_held",
-    "workers_of",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:

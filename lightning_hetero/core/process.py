@@ -25,22 +25,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "AnsweringProcess",
-    "Deadline",
-    "Progress",
-    "allow_files",
-    "answer_questions",
-    "cache_folder",
-    "installed_version",
-    "is_loopback",
-    "machine_id",
-    "machine_namespace",
-    "membership_name",
-    "name_membership",
-    "write_whole",
-]
-
 _MEMBERSHIP = "LIGHTNING_HETERO_MEMBERSHIP"
 _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from {module} import serve; serve()"
 

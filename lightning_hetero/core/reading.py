@@ -26,19 +26,6 @@ from pydantic_core import ErrorDetails
 from lightning_hetero.core.errors import ConfigurationError, HeteroError
 from lightning_hetero.core.texts import show
 
-__all__ = [
-    "Choice",
-    "LayerRange",
-    "MeasureUnit",
-    "build",
-    "check_numbers",
-    "parse_quantity",
-    "parse_range",
-    "plain",
-    "readable",
-    "unit_of_field",
-]
-
 _T = TypeVar("_T")
 _LARGEST = 2**63 - 1
 _SLOWEST_LINK = 1_000.0

@@ -28,16 +28,6 @@ from functools import lru_cache
 from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.errors import PlanError
 
-__all__ = [
-    "LayerBytes",
-    "Windows",
-    "check_recomputation",
-    "describe_recomputation",
-    "fewest_recomputed",
-    "held_at_backward",
-    "peak_activation_bytes",
-]
-
 _ROUNDING = 1 + 1e-9
 """Factor by which a sum may exceed the budget because of rounding."""
 

@@ -16,16 +16,6 @@ import yaml
 
 from lightning_hetero.core.errors import HeteroError
 
-__all__ = [
-    "format_table",
-    "load_file",
-    "nearest",
-    "parse_json",
-    "parse_yaml",
-    "read_text",
-    "show",
-]
-
 _T = TypeVar("_T")
 _SHOWN = 80
 

@@ -25,8 +25,6 @@ from lightning_hetero.core.actions import Assignment
 from lightning_hetero.core.errors import PeerError
 from lightning_hetero.core.process import AnsweringProcess
 
-__all__ = ["AheadPlanner", "AssignmentStore", "open_store"]
-
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
 """Seconds that a rank waits for the planning process before it plans an iteration itself."""

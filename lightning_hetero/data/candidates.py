@@ -10,8 +10,6 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.packing import QUADRATIC_WEIGHT
 
-__all__ = ["Candidates", "assumed_costs", "fill_empty"]
-
 _UNLIMITED = 2**40
 
 

@@ -23,8 +23,6 @@ from lightning_hetero.data.dealing import (
 from lightning_hetero.data.orders import Order, check_alike
 from lightning_hetero.models.batches import AssignedBatch
 
-__all__ = ["Dealer", "PlanSchedule"]
-
 
 class Dealer:
     """Deals the batches of one run's loaders on one rank.

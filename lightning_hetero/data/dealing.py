@@ -25,8 +25,6 @@ from lightning_hetero.data.orders import Order, peek, size_of
 from lightning_hetero.data.sampler import TwoStageBatchSampler
 from lightning_hetero.models.batches import EmptyBatch
 
-__all__ = ["Deal", "DealtBatchSampler", "DealtIterable", "deal_of", "deal_out"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:

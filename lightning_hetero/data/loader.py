@@ -27,8 +27,6 @@ from lightning_hetero.data.order import Cursor, Drawn, IterationSource, Progress
 from lightning_hetero.data.samples import as_is
 from lightning_hetero.models.batches import AssignedBatch
 
-__all__ = ["AssignedLoader", "BatchMaker", "Ticket", "TicketDealer"]
-
 _NUM_REMEMBERED = 4
 
 

@@ -35,8 +35,6 @@ from lightning_hetero.data.samples import (
 from lightning_hetero.data.streams import StreamOrder, is_stream
 from lightning_hetero.models import pack_samples
 
-__all__ = ["HeteroDataModule"]
-
 _NUM_SAMPLED = 20_000
 _NUM_STREAMED = 8  # Iterations of a stream from which its lengths are sampled.
 

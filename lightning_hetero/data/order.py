@@ -20,15 +20,6 @@ from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.core.reading import build, readable
 
-__all__ = [
-    "Cursor",
-    "Drawn",
-    "EpochOrder",
-    "IterationSource",
-    "Progress",
-    "checksum",
-]
-
 
 @readable
 class Cursor:

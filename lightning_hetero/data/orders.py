@@ -15,8 +15,6 @@ from torch.utils.data import Subset
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["Order", "check_alike", "peek", "size_of"]
-
 _NUM_BATCHES, _NUM_INDICES = 1024, 4096
 """Largest number of batches, and of indices, of a pass that its digest covers."""
 

@@ -13,8 +13,6 @@ from lightning_hetero.data.candidates import Candidates
 from lightning_hetero.data.loader import TicketDealer
 from lightning_hetero.data.order import EpochOrder, Progress
 
-__all__ = ["TwoStageBatchSampler"]
-
 
 class TwoStageBatchSampler(Sampler[list[int]]):
     """Yield this rank's sample indices of each step, with any DataLoader and strategy.

@@ -27,18 +27,6 @@ from lightning_hetero.core.process import cache_folder, write_whole
 from lightning_hetero.core.reading import Choice
 from lightning_hetero.models.packing import row_of, token_ids
 
-__all__ = [
-    "OnOverlong",
-    "TokenSamples",
-    "as_is",
-    "cached_lengths",
-    "cut_sample",
-    "lengths_file",
-    "let_models_attend_packed",
-    "num_tokens",
-    "spans_of",
-]
-
 _NUM_PROBES = 64
 
 

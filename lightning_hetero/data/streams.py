@@ -17,8 +17,6 @@ from lightning_hetero.data.order import Cursor, Drawn, checksum
 from lightning_hetero.data.samples import OnOverlong, cut_sample, num_tokens, spans_of
 from lightning_hetero.models.packing import token_ids
 
-__all__ = ["StreamOrder", "is_stream"]
-
 
 def is_stream(dataset: object) -> bool:
     """Return whether a dataset can only be read from its start."""

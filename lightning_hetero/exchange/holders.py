@@ -23,15 +23,6 @@ from lightning_hetero.exchange.slices import (
     piece_of,
 )
 
-__all__ = [
-    "Holders",
-    "Holding",
-    "ParameterPlacement",
-    "PlanHolders",
-    "SharedRows",
-    "holdings_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Holding:

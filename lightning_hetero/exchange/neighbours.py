@@ -15,8 +15,6 @@ from itertools import pairwise
 
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 
-__all__ = ["Edge", "Neighbour", "SentPiece", "deal_pieces", "find_neighbours", "stage_edges"]
-
 Edge = tuple[int, int, int]
 """A queue of messages, as (sender, receiver, channel). Messages of one edge keep their order."""
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from math import inf
 from statistics import fmean
 
-__all__ = ["OwnedUnit", "spread_ownership"]
-
 _NOTHING = 1e-12
 """Shares of a unit below this are rounding errors."""
 

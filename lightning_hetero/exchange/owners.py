@@ -18,14 +18,6 @@ from lightning_hetero.exchange.holders import Holders, Holding, PlanHolders
 from lightning_hetero.exchange.owner_shares import OwnedUnit, spread_ownership
 from lightning_hetero.exchange.slices import Interval, Ownership, ParameterSpec, Slice
 
-__all__ = [
-    "ServedRows",
-    "assign_owners",
-    "find_standbys",
-    "list_owners",
-    "serve_without",
-]
-
 
 def assign_owners(
     specs: Sequence[ParameterSpec],

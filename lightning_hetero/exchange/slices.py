@@ -18,17 +18,6 @@ from typing import NamedTuple
 from lightning_hetero.core.errors import ModelError
 from lightning_hetero.core.reading import Choice
 
-__all__ = [
-    "Interval",
-    "OuterRole",
-    "Ownership",
-    "PackedSize",
-    "ParameterSpec",
-    "Slice",
-    "kept_rows",
-    "piece_of",
-]
-
 Interval = tuple[int, int]
 """Half-open interval [start, stop) of rows: indices along a parameter's cut dim."""
 

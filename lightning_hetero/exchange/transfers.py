@@ -33,19 +33,6 @@ from lightning_hetero.core.reading import Choice
 from lightning_hetero.exchange.holders import Holding, ParameterPlacement, PlanHolders
 from lightning_hetero.exchange.slices import Interval, OuterRole, ParameterSpec, Slice
 
-__all__ = [
-    "MOST_BY_MESSAGES",
-    "MOST_PADDING",
-    "ExchangeKind",
-    "Move",
-    "ShardGroup",
-    "TransferTable",
-    "Unit",
-    "UnitKind",
-    "are_collective",
-    "unit_of",
-]
-
 
 class ExchangeKind(Choice):
     """How units travel between their owners and their holders."""

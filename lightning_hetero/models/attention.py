@@ -22,8 +22,6 @@ try:
 except ImportError:
     flash_attn_varlen_func = None
 
-__all__ = ["varlen_attention"]
-
 _KERNEL_MAX_HEAD_DIM = 256
 
 

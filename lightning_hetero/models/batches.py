@@ -23,22 +23,6 @@ from lightning_hetero.core.errors import BatchError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.packing import QUADRATIC_WEIGHT
 
-__all__ = [
-    "AssignedBatch",
-    "EmptyBatch",
-    "SplittableBatch",
-    "concatenated",
-    "count_samples",
-    "cut_batch",
-    "epoch_weight",
-    "fingerprint_of",
-    "sample_lengths",
-    "sample_tokens",
-    "sizes_of",
-    "tensors_of",
-    "work_of",
-]
-
 
 class EmptyBatch:
     """The batch of a rank that has no samples in an iteration but takes part in it."""

@@ -20,8 +20,6 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.models.attention import varlen_attention
 
-__all__ = ["HeteroLM", "LMConfig", "LMLayer"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class LMConfig:

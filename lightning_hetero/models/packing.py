@@ -28,18 +28,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_hetero.core.errors import BatchError
 
-__all__ = [
-    "IGNORED_LABEL",
-    "QUADRATIC_WEIGHT",
-    "PackedBatch",
-    "num_samples_seen",
-    "pack_samples",
-    "packed_cross_entropy",
-    "remember_packed",
-    "row_of",
-    "token_ids",
-]
-
 IGNORED_LABEL = -100
 """Label of positions without a target, which don't count in the loss."""
 _CHUNK_TOKENS = 1024

@@ -19,16 +19,6 @@ from torch import Tensor
 
 from lightning_hetero.core.errors import CheckpointError
 
-__all__ = [
-    "Box",
-    "JoinedTensor",
-    "PieceOfTensor",
-    "SafetensorsFile",
-    "StackedTensor",
-    "StoredTensor",
-    "open_folder",
-]
-
 Box = tuple[tuple[int, int], ...]
 """A half-open interval [start, stop) along each dim."""
 

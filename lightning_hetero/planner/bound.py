@@ -24,8 +24,6 @@ from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.stages import Ownership, Stages
 
-__all__ = ["bound_price", "bound_time_s", "work_bound"]
-
 _PER_LAYER = 4
 """A layer is counted in this many steps; parts of a layer are rounded up to whole steps."""
 _GROWTH = 1.03

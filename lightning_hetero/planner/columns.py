@@ -21,8 +21,6 @@ from lightning_hetero.planner.pace import Pace, balance_layers, finish_s
 from lightning_hetero.planner.placement import MappingOrder, Option
 from lightning_hetero.planner.stages import ENDS, Ownership, Stages
 
-__all__ = ["FEW_MICROBATCHES", "Column", "ColumnTimes", "Pool", "Rate"]
-
 FEW_MICROBATCHES = 4
 """Number of micro-batches of a pipeline up to which each of them is timed."""
 

@@ -26,8 +26,6 @@ from lightning_hetero.planner.workload import PlanningOptions, Workload
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.simulator import CostModel, StateLayout, choose_cost
 
-__all__ = ["PlanBasis", "PlanningTask", "ProposalTask", "Task", "serve"]
-
 _NICENESS = 15
 _Answer_co = TypeVar("_Answer_co", covariant=True)
 

@@ -30,8 +30,6 @@ from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Objective, PlanningOptions, Workload
 from lightning_hetero.simulator import CostModel, Simulation
 
-__all__ = ["FastestPlans", "SearchTask", "priced"]
-
 _NARROWED = 3
 """Largest number of stages that get a lower TP degree so that nodes have room for a mix."""
 _MASTERS = 16

@@ -15,8 +15,6 @@ from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
 from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
 
-__all__ = ["candidates_on_hosts", "check_hosts", "cost_on_hosts", "with_host_owners"]
-
 _USABLE = 0.9
 """Share of a host's memory that states may take; the system and the data need the rest."""
 _GIB = 2**30

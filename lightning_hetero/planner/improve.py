@@ -19,8 +19,6 @@ from lightning_hetero.planner.placement import MappingOrder, share_nodes
 from lightning_hetero.planner.splitting import best_layers
 from lightning_hetero.planner.stages import Ownership
 
-__all__ = ["Improver"]
-
 _TRIED = 24
 """Number of neighbours of a plan, those of the best estimates, that are simulated."""
 _WORSE, _OF_STAGES = 1.03, 2.0

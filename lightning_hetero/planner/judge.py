@@ -9,8 +9,6 @@ from lightning_hetero.planner.placement import MappingOrder, Option, PlacedStage
 from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.simulator import CostModel, Simulation, simulate
 
-__all__ = ["Candidate", "Judge", "Pipeline"]
-
 
 class Pipeline(NamedTuple):
     """A pipeline on nodes, before its ranks and memory are decided."""

@@ -10,8 +10,6 @@ from numpy.typing import ArrayLike
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["LinearProgram", "Solution"]
-
 _INNER_SEARCHES = (
     "mip_heuristic_run_feasibility_jump",
     "mip_heuristic_run_rens",

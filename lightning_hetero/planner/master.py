@@ -30,8 +30,6 @@ from lightning_hetero.planner.pace import deal
 from lightning_hetero.planner.pricing import Duals, Pricing, even_options
 from lightning_hetero.planner.splitting import best_layers, cut_stages, turned_stages
 
-__all__ = ["Master", "Mix"]
-
 _ROUNDS = 8
 """Largest number of rounds of pricing; masters end after 3 to 8."""
 _EVEN = 1_000

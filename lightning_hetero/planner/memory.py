@@ -22,8 +22,6 @@ from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.stages import ENDS, Ownership, StageArrays, Stages
 from lightning_hetero.simulator import MicroBatchShape
 
-__all__ = ["own_microbatches", "settle_memory"]
-
 _FEW_RANKS = 6
 """Number of ranks up to which more than the least recomputation is also tried."""
 _SHARE_DIGITS = 9

@@ -10,8 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from lightning_hetero.planner.judge import Candidate, Judge, Pipeline
 from lightning_hetero.planner.placement import PlacedStages, share_nodes
 
-__all__ = ["Neighbourhood"]
-
 _FEW_STAGES = 12
 """Number of stages up to which a stage of a pipeline is moved to any place."""
 

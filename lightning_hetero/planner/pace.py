@@ -13,8 +13,6 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["Pace", "balance_layers", "deal", "finish_1f1b_s", "finish_s", "steady_round_s"]
-
 _ROUNDS, _FEWEST_ROUNDS = 2, 12
 """Rounds that are timed one by one: this many for each stage, and at least twelve. Every further
 round takes the steady seconds."""

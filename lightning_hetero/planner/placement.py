@@ -18,18 +18,6 @@ from typing import NamedTuple
 from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 
-__all__ = [
-    "Arrangement",
-    "MappingOrder",
-    "Option",
-    "PlacedStages",
-    "classify_nodes",
-    "place",
-    "share_nodes",
-    "to_plan",
-    "without_chunks",
-]
-
 
 class Option(NamedTuple):
     """One way to run a stage: on which class of nodes, on how many of a node's devices."""

@@ -32,8 +32,6 @@ from lightning_hetero.planner.columns import Column, ColumnTimes
 from lightning_hetero.planner.placement import Option
 from lightning_hetero.planner.stages import Stages
 
-__all__ = ["Duals", "Pricing", "even_options"]
-
 _LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Numbers of stages of the even pipelines on one class of nodes in the first pool."""
 

@@ -7,8 +7,6 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.workload import Objective, Workload
 from lightning_hetero.simulator import Simulation
 
-__all__ = ["PlannedCandidate", "PlanningResult", "ProgressCallback"]
-
 ProgressCallback = Callable[[str, float], None]
 """Called with what is being done and the share that is done, 0 to 1."""
 

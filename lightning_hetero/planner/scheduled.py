@@ -22,8 +22,6 @@ from lightning_hetero.schedules import (
 from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
 from lightning_hetero.simulator.work import PipelineWork
 
-__all__ = ["Scheduled", "rank_scheduled", "simulate_scheduled"]
-
 _MOST_RANKED = 16
 """How many of the candidates that are best under 1F1B are simulated under solved schedules."""
 _MOST_FOLDED = 1024

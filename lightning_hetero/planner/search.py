@@ -31,8 +31,6 @@ from lightning_hetero.planner.workload import (
 )
 from lightning_hetero.simulator import CostModel, RooflineCost
 
-__all__ = ["plan", "plan_best_size", "sizes_of"]
-
 _GRID = 64
 """Largest number of node sets that the grid tries: enough for three classes of up to 8 nodes."""
 _KEPT = 3

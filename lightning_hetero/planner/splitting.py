@@ -17,8 +17,6 @@ from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.planner.columns import Column, ColumnTimes
 from lightning_hetero.planner.placement import Option
 
-__all__ = ["best_layers", "cut_stages", "turned_stages"]
-
 _LEVELS, _LOOSEST = 24, 12.0
 """How many bottlenecks are tried, from the least one t to (1 + 12)·t."""
 _MOVES = 3

@@ -23,8 +23,6 @@ from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, StageShape, StateLayout
 from lightning_hetero.simulator.memory import push_buffer_bytes
 
-__all__ = ["ENDS", "Ownership", "StageArrays", "StageTable", "Stages"]
-
 _MOST_STAGES = 64
 """Largest number of stages of a pipeline: longer ones lose more time to bubbles than their memory
 saves."""

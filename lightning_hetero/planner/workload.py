@@ -9,8 +9,6 @@ from lightning_hetero.core.errors import PlanningError, ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.simulator import CostModel, StageShape
 
-__all__ = ["Objective", "PlanningOptions", "Workload", "explain_no_room", "valid_tp_degrees"]
-
 
 class Objective(StrEnum):
     """The quantity to minimise."""

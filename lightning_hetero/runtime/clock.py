@@ -26,8 +26,6 @@ from torch.profiler import record_function
 
 from lightning_hetero.core.actions import ActionKind
 
-__all__ = ["ActionTime", "ComputeClock", "IterationTimes", "MessageTime", "is_traced", "traced"]
-
 
 @dataclass(frozen=True, slots=True)
 class ActionTime:

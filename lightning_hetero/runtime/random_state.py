@@ -11,18 +11,6 @@ import torch
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor
 
-__all__ = [
-    "GeneratorStates",
-    "GlobalSeed",
-    "PreservedRandomState",
-    "RandomState",
-    "TorchState",
-    "seed_everything",
-    "seed_of",
-    "seed_torch",
-    "seeds_of",
-]
-
 _HAS_CUDA = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
 
 

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError
 
-__all__ = ["Origin", "Unknown", "check_known", "tensors_in", "written_by"]
-
 _KINDS = ("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like")
 _SHAPED_LIKE = {f"aten::{name}" for name in (*_KINDS, "new_zeros", "new_ones", "new_full")}
 """Operations that use only a tensor's shape, so their results are known."""

@@ -15,22 +15,6 @@ from dataclasses import dataclass
 from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.places import stages_by_worker, usual_held
 
-__all__ = [
-    "FORWARD",
-    "INPUT",
-    "WEIGHT",
-    "Dispatch",
-    "Edge",
-    "Matrix",
-    "Orders",
-    "Pass",
-    "Priorities",
-    "Rule",
-    "ScheduleProblem",
-    "end_s",
-    "has_room",
-]
-
 Matrix = tuple[tuple[float, ...], ...]
 """Indexed by stage, then by micro-batch."""
 

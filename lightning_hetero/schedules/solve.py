@@ -33,18 +33,6 @@ from lightning_hetero.schedules.problem import (
     has_room,
 )
 
-__all__ = [
-    "Schedule",
-    "Solution",
-    "StageTimes",
-    "as_actions",
-    "order_1f1b",
-    "solve",
-    "solve_actions",
-    "solve_in_rooms",
-    "usual_actions",
-]
-
 _DEPTHS = 1.5, 2.0, 3.0, 4.0
 """Micro-batches that a deep schedule may hold on each stage, as multiples of the number of
 workers."""

@@ -29,8 +29,6 @@ from lightning_hetero.simulator.memory import (
 )
 from lightning_hetero.simulator.stage import StageShape, StateLayout
 
-__all__ = ["CostModel"]
-
 _SUM_BYTES = 4
 """Bytes of an fp32 gradient sum that goes to the host."""
 _HOST_STEP_BYTES = 42

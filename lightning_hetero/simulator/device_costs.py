@@ -18,8 +18,6 @@ from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.memory import MicroBatchShape
 from lightning_hetero.simulator.stage import StageShape, StateLayout
 
-__all__ = ["ProfileCost", "RooflineCost", "choose_cost"]
-
 # Share of the data sheet's peak that large 16-bit matrix products reach. Ampere sustains about
 # three quarters; Hopper's figure is at a clock that its power limit does not hold; H20 has the same
 # memory and power for a seventh of the peak and so gets close to it.

@@ -19,8 +19,6 @@ from lightning_hetero.simulator.unit_times import (
     cut_segments,
 )
 
-__all__ = ["ExchangeTable", "exchange_of", "moved_params"]
-
 
 def exchange_of(
     plan: ParallelPlan, kinds: Sequence[Sequence[int]], cost: CostModel

@@ -21,15 +21,6 @@ import numpy as np
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.core.cluster import Cluster
 
-__all__ = [
-    "ClusterLinks",
-    "Peers",
-    "push_by_node_s",
-    "push_straight_s",
-    "rings_inside_s",
-    "rings_s",
-]
-
 
 class ClusterLinks:
     """The links between the ranks of a cluster.

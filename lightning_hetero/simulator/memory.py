@@ -15,19 +15,6 @@ from lightning_hetero.core.actions import Action, ActionKind
 from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.errors import ProfileError
 
-__all__ = [
-    "MemoryCorrection",
-    "MemoryTerms",
-    "MicroBatchShape",
-    "StageFacts",
-    "held_tokens",
-    "in_flight_tokens",
-    "push_buffer_bytes",
-    "reserved_bytes",
-    "usable_bytes",
-    "whole_bytes",
-]
-
 _Number = TypeVar("_Number", float, FloatArray)
 
 MicroBatchShape = tuple[int, ...]

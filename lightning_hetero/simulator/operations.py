@@ -12,8 +12,6 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["OperationGraph", "propagate_operations"]
-
 
 @dataclass(frozen=True)
 class OperationGraph:

@@ -23,8 +23,6 @@ from lightning_hetero.simulator.report import (
 )
 from lightning_hetero.simulator.simulate import Event, Simulation
 
-__all__ = ["draw_memory", "plot_timeline"]
-
 
 class _Kind(NamedTuple):
     """How events of one kind are shown."""

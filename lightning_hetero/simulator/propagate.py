@@ -29,8 +29,6 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.places import stages_by_worker
 from lightning_hetero.schedules import usual_actions
 
-__all__ = ["EqualTimes", "Orders", "Step", "Timeline", "propagate"]
-
 Orders = Sequence[Sequence[Action]]
 """The actions of each worker of a pipeline, in the order in which it runs them."""
 

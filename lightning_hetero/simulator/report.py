@@ -17,24 +17,6 @@ from lightning_hetero.simulator.device_costs import ProfileCost
 from lightning_hetero.simulator.memory import MemoryTerms, StageFacts
 from lightning_hetero.simulator.simulate import Simulation
 
-__all__ = [
-    "TERM_NAMES",
-    "PlanTable",
-    "alike_pipelines",
-    "bound_line",
-    "devices_line",
-    "fitting_lines",
-    "host_lines",
-    "list_indices",
-    "memory_terms",
-    "memory_unit",
-    "model_lines",
-    "plan_table",
-    "precision_notes",
-    "prediction_lines",
-    "tuning_notes",
-]
-
 _GIB, _MIB = 2**30, 2**20
 
 TERM_NAMES = {

@@ -18,8 +18,6 @@ from lightning_hetero.simulator.memory import MicroBatchShape, StageFacts
 from lightning_hetero.simulator.propagate import Orders, Timeline, propagate
 from lightning_hetero.simulator.work import PipelineWork
 
-__all__ = ["Event", "Simulation", "host_bytes", "simulate", "split_batch"]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

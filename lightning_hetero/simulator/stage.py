@@ -6,8 +6,6 @@ from typing import NamedTuple, Self
 from lightning_hetero.core.devices import Arithmetic
 from lightning_hetero.exchange.transfers import ExchangeKind
 
-__all__ = ["PRECISIONS", "StageShape", "StateLayout"]
-
 PRECISIONS = {
     "bf16-mixed": (Arithmetic.BF16, 2, 4, 4, 16),
     "bf16-true": (Arithmetic.BF16, 2, 4, 2, 8),

@@ -37,8 +37,6 @@ from lightning_hetero.exchange.transfers import MOST_PADDING, ExchangeKind, are_
 from lightning_hetero.simulator.cost import CostModel
 from lightning_hetero.simulator.links import Peers, push_by_node_s, rings_inside_s, rings_s
 
-__all__ = ["Holders", "OwnedTimes", "Segment", "UnitTimes", "cut_segments"]
-
 _SUM_BYTES = 4
 """Bytes of a gradient's value in a sum."""
 

@@ -30,8 +30,6 @@ from lightning_hetero.simulator.memory import (
 from lightning_hetero.simulator.propagate import EqualTimes, Orders
 from lightning_hetero.simulator.stage import StageShape
 
-__all__ = ["PipelineWork"]
-
 _Key = tuple[MicroBatchShape, tuple[int, ...]]
 """A micro-batch, and the layers that each stage with a budget recomputes in it."""
 

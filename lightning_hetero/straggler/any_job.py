@@ -37,8 +37,6 @@ from lightning_hetero.core.texts import parse_json, show
 from lightning_hetero.straggler.bocd import BocdDetector
 from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
 
-__all__ = ["IterationTimes", "find_changes", "is_event_log", "read_times"]
-
 _FEWEST = 2
 _LEAST_CORRELATION = 0.95
 _MOST_KINDS = 64

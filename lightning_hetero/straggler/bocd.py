@@ -39,8 +39,6 @@ import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
 
-__all__ = ["BocdDetector", "ChangeKind", "ChangePoint"]
-
 _LEAST_SHIFT = math.log1p(0.10)
 """Least difference of two levels' logarithms that counts: 10 % (Greyhound)."""
 _LEAST_SEEN = 0.95 * _LEAST_SHIFT

@@ -18,22 +18,6 @@ from lightning_hetero.core.reading import build, readable
 from lightning_hetero.core.texts import show
 from lightning_hetero.straggler.bocd import ChangeKind
 
-__all__ = [
-    "ActionEvent",
-    "ChangeEvent",
-    "DecisionKind",
-    "Event",
-    "Finding",
-    "FindingKind",
-    "IterationEvent",
-    "Mitigation",
-    "Pair",
-    "format_message",
-    "normalise_pair",
-    "read_events",
-    "to_entry",
-]
-
 Pair = tuple[int, int]
 """Global ranks at the two ends of a link."""
 

@@ -19,19 +19,6 @@ from typing import TypeVar
 from lightning_hetero.straggler.events import Finding, FindingKind, Pair, normalise_pair
 from lightning_hetero.straggler.paces import RankReport
 
-__all__ = [
-    "Probes",
-    "Suspicion",
-    "are_alike",
-    "diagnose",
-    "find_suspects",
-    "probe_rounds",
-    "ring_of",
-    "rounds_of",
-    "slow_of_their_kind",
-    "suspect",
-]
-
 _Key = TypeVar("_Key", bound=Hashable)
 _LEAST_RATIO = 1.1
 _LEAST_LINK_RATIO = 1.5

@@ -27,17 +27,6 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.straggler.events import DecisionKind, Finding, Mitigation
 from lightning_hetero.straggler.prediction import RunPrediction, move_ranks
 
-__all__ = [
-    "NOTHING",
-    "Decision",
-    "FaultAccount",
-    "PolicyConfig",
-    "PossibleMitigation",
-    "find_mitigations",
-    "mitigation_of",
-    "restart_mitigation",
-]
-
 _Change = Callable[[ParallelPlan], ParallelPlan]
 _Moves = dict[int, int]
 """{rank: taker}: the rank that takes over each moved rank's place."""

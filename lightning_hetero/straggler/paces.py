@@ -22,8 +22,6 @@ from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.straggler.bocd import BocdDetector, ChangeKind
 from lightning_hetero.straggler.events import ChangeEvent
 
-__all__ = ["LevelWatch", "Observation", "RankHistory", "RankNote", "RankReport"]
-
 _KEPT = 128
 """Number of iterations that are remembered, so the longest possible baseline."""
 _NUM_FIRST = 3

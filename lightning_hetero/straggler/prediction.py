@@ -27,8 +27,6 @@ from lightning_hetero.planner.pace import Pace, balance_layers, deal
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from lightning_hetero.straggler.events import Finding, FindingKind, normalise_pair
 
-__all__ = ["MeasuredRun", "PlaceTimes", "RunPrediction", "move_ranks", "true_causes"]
-
 _LEAST_EXCESS = 0.05
 """Least growth of an iteration, as a share of it, that counts as a slowdown."""
 _LEAST_SHARE = 0.1

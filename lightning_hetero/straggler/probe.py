@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from lightning_hetero.straggler.events import Pair, normalise_pair
 
-__all__ = ["probe_device", "probe_links", "probe_memory"]
-
 
 def probe_device(
     device: torch.device,

@@ -14,8 +14,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lightning_hetero.core.errors import ConfigurationError
 
-__all__ = ["Recording", "record"]
-
 _EVERY_S = 1.0
 """Seconds between two writes."""
 _LAST_S = 10.0

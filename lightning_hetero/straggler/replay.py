@@ -17,8 +17,6 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.simulator.operations import OperationGraph, propagate_operations
 from lightning_hetero.straggler.traces import OperationTrace, grouped
 
-__all__ = ["BACKWARD", "FORWARD", "TRANSFERS", "Replay"]
-
 FORWARD = ("forward-compute",)
 """Kinds of operations that compute forwards."""
 BACKWARD = ("backward-compute", "backward-input", "backward-weight")

@@ -20,16 +20,6 @@ from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.reading import build, readable
 
-__all__ = [
-    "Layout",
-    "OperationTrace",
-    "grouped",
-    "groups_of",
-    "low_median",
-    "read_operations",
-    "trace_files",
-]
-
 _Array = TypeVar("_Array", IntArray, FloatArray)
 
 _LONGEST_FORWARD_S = 20.0

@@ -49,8 +49,6 @@ from lightning_hetero.straggler.mitigation import (
 )
 from lightning_hetero.straggler.paces import LevelWatch
 
-__all__ = ["Order", "RunWatch", "WatchConfig"]
-
 _SETTLING = 3
 """Number of iterations of a new plan, after its first, whose median is its iteration time."""
 _DIAGNOSE_AGAIN = (8, 24)

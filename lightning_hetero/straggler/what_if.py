@@ -23,8 +23,6 @@ from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.straggler.replay import BACKWARD, FORWARD, TRANSFERS, Replay
 from lightning_hetero.straggler.traces import Layout, OperationTrace, grouped, groups_of, low_median
 
-__all__ = ["Cause", "Explanation", "answer", "explain"]
-
 _MOST_SUSPECTS = 8
 """Number of ranks, and of links, that are tried one by one; the excess of others counts as
 "other"."""

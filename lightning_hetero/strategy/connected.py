@@ -19,8 +19,6 @@ from lightning_hetero.runtime.results.step_logs import ALREADY_REDUCED
 if TYPE_CHECKING:
     from lightning_hetero.strategy.processes import Processes, StartMethod
 
-__all__ = ["ConnectedStrategy"]
-
 _T = TypeVar("_T")
 _COPIES = (
     "A number logged with reduce_fx='sum' and sync_dist=True is the same on every rank, and the "

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.strategy.precision import HeteroPrecision
 
-__all__ = ["EngineOptions", "register_layers"]
-
 _WITHOUT_LAYERS = (
     "The module has no list of layers, so it is trained data parallel, one whole model a rank. To "
     "cut it into stages, keep its repeated blocks in one nn.ModuleList, or name it: "

@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
     from lightning_hetero.strategy.hooks import HookedStrategy
 
-__all__ = ["Generations", "size_that_stays"]
-
 _log = logging.getLogger(__name__)
 _MOST_IN_VAIN = 10
 """Number of successive generations without a finished step after which the run ends: its fault then

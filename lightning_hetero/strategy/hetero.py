@@ -60,8 +60,6 @@ from lightning_hetero.strategy.sliced_state import SlicedState
 from lightning_hetero.strategy.steps import Steps
 from lightning_hetero.strategy.trainable import check_quantized, check_trainable
 
-__all__ = ["HeteroStrategy"]
-
 
 class HeteroStrategy(HookedStrategy):
     """Train one model across unequal pipelines.

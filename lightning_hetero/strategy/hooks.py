@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from lightning_hetero.autoplan.out_of_memory import MemoryWatch
     from lightning_hetero.data.dealer import Dealer
 
-__all__ = ["HookedStrategy"]
-
 _T = TypeVar("_T")
 
 

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     from lightning_hetero.strategy.hooks import HookedStrategy
     from lightning_hetero.strategy.processes import StartMethod
 
-__all__ = ["HeteroLauncher", "launcher_of"]
-
 _log = logging.getLogger(__name__)
 _NO_SCRIPT = ("-c", "-", "")
 """First entries of `sys.argv` if Python doesn't run a file."""

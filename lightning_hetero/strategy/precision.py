@@ -28,8 +28,6 @@ from lightning_hetero.core.errors import ConfigurationError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-__all__ = ["Gradients", "HeteroPrecision", "PrecisionName"]
-
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
 _DTYPES: dict[str, tuple[torch.dtype, torch.dtype | None]] = {

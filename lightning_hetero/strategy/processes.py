@@ -50,8 +50,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-__all__ = ["Processes", "StartMethod"]
-
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 _MAX_EAGER_RANKS = 64

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from lightning_hetero.checkpoint import SavedCheckpoint
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
-__all__ = [
-    "KeepsLog",
-    "OutlivesRanks",
-    "Ranks",
-    "RestartsRun",
-    "RestoredState",
-    "Run",
-    "SavesSlices",
-    "note",
-    "run_of",
-]
-
 _T = TypeVar("_T")
 
 

@@ -53,8 +53,6 @@ if TYPE_CHECKING:
     from lightning_hetero.runtime.slices.known_by_shape import StandIn
     from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["SlicedState", "move_buffers", "read_checkpoint"]
-
 
 class SlicedState:
     """A module's weights and its optimizers' states, during a run and after it.

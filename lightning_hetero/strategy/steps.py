@@ -27,8 +27,6 @@ from lightning_hetero.runtime.iteration.config import IterationKey, Phase
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.results.outputs import Records, extend_lists, join_outputs
 
-__all__ = ["Steps", "epoch_to_load", "explained", "sees_early"]
-
 _PHASES = {
     RunningStage.TRAINING: Phase.TRAIN,
     RunningStage.SANITY_CHECKING: Phase.VALIDATE,

@@ -21,8 +21,6 @@ from lightning_hetero.runtime.slices.frozen import STAYS_FROZEN, is_quantized
 from lightning_hetero.runtime.stage.recomputation import is_compiled
 from lightning_hetero.runtime.tensor_parallel.cuts import ModelCuts
 
-__all__ = ["check_parameter_hooks", "check_quantized", "check_trainable", "facts_of_fit"]
-
 
 def check_quantized(
     module: nn.Module,

@@ -26,9 +26,6 @@ from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.proposing.relaxation import SequenceRuns
 
-__all__ = ["ROUNDING", "SequenceRuns", "StageSeconds", "add_cover", "least_possible_s"]
-
-
 ROUNDING = 1e-6
 """Relative amount by which a solution may exceed the limit of a row."""
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["LinearMemory", "ModelMemory", "max_len"]
-
 _MULTIPLE = 128
 
 

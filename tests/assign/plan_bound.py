@@ -19,8 +19,6 @@ from lightning_hetero.planner.proposing.relaxation import (
 )
 from tests.assign.covering import ROUNDING, StageSeconds, add_cover, least_possible_s
 
-__all__ = ["dispatch_lower_bound_s", "packing_lower_bound_s"]
-
 
 def dispatch_lower_bound_s(
     lengths: ArrayLike, pipelines: Sequence[PipelineCost], *, upper_bound_s: float

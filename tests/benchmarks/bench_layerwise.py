@@ -20,8 +20,6 @@ from lightning_hetero.callbacks import LayerwiseCheckpoint
 from tests.benchmarks.harness import Row
 from tests.toy import quiet
 
-__all__ = ["run"]
-
 EVERY = 5
 NUM_STEPS = 42
 

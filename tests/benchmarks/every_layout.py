@@ -23,8 +23,6 @@ from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import valid_tp_degrees
 from tests.benchmarks.search_laws import Task
 
-__all__ = ["Comparison", "compare", "every_layout", "small_tasks"]
-
 PipelineUnits = tuple[int, tuple[int, ...]]
 """TP degree of a pipeline, and its number of tensor-parallel groups of each class of nodes."""
 DEVICES = ("A100-80GB", "H800-80GB", "V100-32GB", "RTX-4090", "T4", "A10-24GB")

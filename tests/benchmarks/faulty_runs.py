@@ -23,8 +23,6 @@ from lightning_hetero.callbacks.run_log import read_log
 from tests.benchmarks.paced_toy import NUM_ROWS, PacedToy
 from tests.callbacks.in_place import BATCH, Node, playing
 
-__all__ = ["NUM_WORKERS", "Outcome", "in_place", "judge", "torchft", "torchrun", "watch"]
-
 NUM_WORKERS = 4
 WARM_UP_STEPS = 15
 _PATIENCE_S = 400.0

@@ -40,8 +40,6 @@ from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.strategy.processes import Processes
 from tests.toy import quiet
 
-__all__ = ["Case", "Figures", "measure"]
-
 NUM_LAYERS = 80
 NUM_ROWS = 4096
 WIDTH = 2

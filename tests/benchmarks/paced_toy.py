@@ -11,8 +11,6 @@ from torch import Tensor, nn
 
 from tests.toy import ToyModule, ToyOptions
 
-__all__ = ["BATCH", "NUM_ROWS", "ROW_MS", "PacedLoss", "PacedToy"]
-
 NUM_ROWS = 24_000
 """Of an epoch, of which several make the longest run."""
 BATCH = 4

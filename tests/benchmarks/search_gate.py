@@ -32,8 +32,6 @@ from lightning_hetero.core.model_spec import KNOWN_MODELS, ModelSpec
 from lightning_hetero.planner import PlanningOptions, Workload, plan
 from lightning_hetero.simulator import RooflineCost
 
-__all__ = ["RECORD", "GateCase", "fixed_cases", "gate_cases", "recorded"]
-
 RECORD = Path(__file__).with_name("gate_record.jsonl")
 NUM_RANDOM = 200
 TYPES = ("A100-80GB", "H800-80GB", "H20-96GB")

@@ -19,8 +19,6 @@ from lightning_hetero.planner.workload import valid_tp_degrees
 from lightning_hetero.simulator import CostModel, RooflineCost, StateLayout
 from tests.simulator.sailor import ROOT, SailorCost, cluster_of, load_profile
 
-__all__ = ["LAWS", "TOLERANCE", "Task", "draw", "slower_by"]
-
 DEVICES = (
     "A100-80GB", "H800-80GB", "V100-32GB", "V100-16GB", "RTX-4090", "RTX-2080", "T4", "A10-24GB",
 )  # fmt: skip

@@ -9,8 +9,6 @@ import lightning as L
 
 from tests.processes import ProcessPool
 
-__all__ = ["Seconds", "StepTimes", "in_turns", "processes"]
-
 Seconds = tuple[float, float]
 """Wall time, and CPU time of the main thread."""
 _Found = TypeVar("_Found")

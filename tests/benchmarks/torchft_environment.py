@@ -11,8 +11,6 @@ import sysconfig
 import venv
 from pathlib import Path
 
-__all__ = ["python_with_torchft"]
-
 _PACKAGE = "torchft-nightly"
 
 

@@ -19,8 +19,6 @@ from lightning_hetero.runtime.generation import keeper as keeper_module
 from lightning_hetero.runtime.generation.keeper import JOIN, Keeper, Worker
 from tests.processes import free_port, use_default_start_method
 
-__all__ = ["keep_workers", "play", "play_joiner", "play_restarts", "play_second"]
-
 
 def log_to(folder: Path) -> None:
     """Send what this process prints to the node's log."""

@@ -11,8 +11,6 @@ from tests.callbacks.in_place import Node, train
 from tests.callbacks.nodes import keep_workers
 from tests.processes import fork_server, free_port
 
-__all__ = ["NUM_RANKS", "Nodes", "playing_nodes"]
-
 RANKS = ((0,), (1, 2), (3,))
 """Of each node; the first one serves the store."""
 NUM_RANKS = 4

@@ -10,8 +10,6 @@ from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.checkpoint.statuses import Peers
 from lightning_hetero.checkpoint.store import Store
 
-__all__ = ["FaultyStore", "MemoryStore", "Throttle", "ThrottledStore", "peers_in_threads"]
-
 _PIECE_BYTES = 256 << 10
 
 

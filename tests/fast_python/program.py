@@ -9,8 +9,6 @@ import types
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["run", "run_and_exit"]
-
 
 def run(arguments: Sequence[str]) -> None:
     """Run a script, `-m` and a module, or `-c` and code, with its arguments."""

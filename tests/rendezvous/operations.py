@@ -14,17 +14,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = [
-    "CONTROL",
-    "EXCHANGE",
-    "STAGES",
-    "Lists",
-    "Operation",
-    "OperationKind",
-    "Transfer",
-    "find_block",
-]
-
 STAGES = "stages"
 """Begins the names of communicators between stages, one for each sender and receiver."""
 EXCHANGE = "exchange"

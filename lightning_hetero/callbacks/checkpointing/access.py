@@ -16,8 +16,6 @@ from lightning_hetero.checkpoint.store import check_store
 from lightning_hetero.core.process import Progress
 from lightning_hetero.strategy.run import run_of
 
-__all__ = ["Leases", "peers_of", "probe"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -43,8 +43,6 @@ from lightning_hetero.exchange.owners import serve_without
 from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.strategy.run import run_of
 
-__all__ = ["LiveSteps"]
-
 _T = TypeVar("_T")
 _version_of = attrgetter("_version")
 

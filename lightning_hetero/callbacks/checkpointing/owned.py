@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
     from lightning_hetero.runtime.iteration.engine import Engine
 
-__all__ = ["OwnedSlice", "OwnedState", "average_models"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class OwnedSlice:

@@ -39,14 +39,6 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.process import machine_namespace, write_whole
 from lightning_hetero.strategy.run import note
 
-__all__ = [
-    "FinishedStep",
-    "Found",
-    "Places",
-    "free_memory",
-    "report_recovery",
-]
-
 _log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 """Where Linux has its shared memory."""

@@ -24,21 +24,6 @@ from lightning_hetero.runtime.random_state import RandomState
 from lightning_hetero.runtime.slices.state import without_weights
 from lightning_hetero.strategy.run import run_of
 
-__all__ = [
-    "content_of",
-    "dump_changing",
-    "dump_loops",
-    "dump_metadata",
-    "go_on",
-    "has_finished_epoch",
-    "hooks_that_save",
-    "is_complete",
-    "is_end_near",
-    "is_epoch_ending",
-    "is_validation_due",
-    "restore",
-]
-
 _OWN = "lightning_hetero"
 _DUE = "lightning_hetero validation due"
 

@@ -29,8 +29,6 @@ from lightning_hetero.straggler.probe import probe_device, probe_links, probe_me
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
 from lightning_hetero.strategy.run import Ranks
 
-__all__ = ["StragglerSession"]
-
 
 class StragglerSession:
     """Watches one fit on one rank; all ranks create it together, which probes devices and links.

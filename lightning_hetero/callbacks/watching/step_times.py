@@ -14,8 +14,6 @@ from lightning_hetero.models.batches import work_of
 from lightning_hetero.runtime.clock import IterationTimes
 from lightning_hetero.straggler.paces import Observation
 
-__all__ = ["StepTimes"]
-
 
 class StepTimes:
     """Times the batches of a step.

@@ -23,8 +23,6 @@ from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPr
 from lightning_hetero.strategy.hetero import HeteroStrategy
 from lightning_hetero.strategy.run import RestartsRun
 
-__all__ = ["HeteroRun", "PlainRun"]
-
 _BUCKET_BYTES = 25 * 2**20
 _EQUAL_DEVICES = 1.15
 """Devices whose probes differ by at most this factor count as equal, since probes are rough."""

@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_hetero.cli.run_page.history import RunEvent, RunHistory
 
-__all__ = ["charts", "lanes", "memory_rows", "plan_rows"]
-
 WIDTH, HEIGHT = 900.0, 220.0
 _MOST_POINTS = 500
 _MOST_MARKS = 300

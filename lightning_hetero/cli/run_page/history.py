@@ -14,8 +14,6 @@ from lightning_hetero.straggler.events import to_entry
 from lightning_hetero.straggler.traces import read_operations, trace_files
 from lightning_hetero.straggler.what_if import answer, explain
 
-__all__ = ["RunEvent", "RunHistory", "read_history"]
-
 _TRACES = ("*.parquet", "operations*.jsonl", "operations*.jsonl.gz")
 _SILENT_S = 600.0
 """A run that has written nothing for this long, and hasn't ended, is called silent."""

@@ -17,8 +17,6 @@ from lightning_hetero.simulator import (
     plot_timeline,
 )
 
-__all__ = ["draw_plan"]
-
 WIDTH = 900.0
 _MOST_LANES, _MOST_BARS = 64, 20_000
 _NAMES = {

@@ -20,8 +20,6 @@ from lightning_hetero.core.errors import CheckpointError, ModelError
 from lightning_hetero.models.huggingface.pretrained import load_pretrained
 from lightning_hetero.models.stored import StoredTensor
 
-__all__ = ["add_adapters"]
-
 _LOOKED_AT = 64
 """Number of values, at the start of each weight, that are compared."""
 

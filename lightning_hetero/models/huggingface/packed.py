@@ -19,8 +19,6 @@ from lightning_hetero.core.errors import BatchError, ModelError
 from lightning_hetero.models.attention import varlen_attention
 from lightning_hetero.models.packing import PackedBatch, num_samples_seen
 
-__all__ = ["attends_packed", "packed_inputs", "use_packed_attention"]
-
 _NAME = "lightning_hetero_packed"
 """Transformers treats names that contain "flash" or "sdpa" specially, so this contains neither."""
 _ADDED_TO_SCORES = ("softcap", "s_aux", "position_bias")

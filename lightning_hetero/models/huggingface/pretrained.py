@@ -43,8 +43,6 @@ from lightning_hetero.models.stored import (
     open_folder,
 )
 
-__all__ = ["PretrainedWeights", "export_pretrained", "load_pretrained"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PretrainedWeights:

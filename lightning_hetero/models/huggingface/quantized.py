@@ -20,8 +20,6 @@ from lightning_hetero.core.model_config import read_quantization
 from lightning_hetero.exchange.slices import PackedSize
 from lightning_hetero.models.stored import StoredTensor
 
-__all__ = ["Quantizer", "WholeReader"]
-
 _TORCHAO = "torchao"
 _BY_ROWS = ("Int8", "Float8", "Intx")
 """Beginnings of names of torchao's configs that may quantize each row as if it were alone."""

@@ -37,8 +37,6 @@ from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, devices_line, host_bytes
 
-__all__ = ["CandidateOptions", "CandidatePlans", "propose_plans"]
-
 _Group = tuple[Option, ...]
 """The stages of one pipeline, whose nodes are still open."""
 _Costs = tuple[PipelineCost, ...]

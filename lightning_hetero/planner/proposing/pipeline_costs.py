@@ -26,8 +26,6 @@ from lightning_hetero.core.profile import TimeFit
 from lightning_hetero.planner.placement import without_chunks
 from lightning_hetero.simulator import CostModel, StageShape
 
-__all__ = ["PipelineRoom", "plan_costs", "util_len", "with_budgets"]
-
 _MULTIPLE = 128
 """Lengths are counted in multiples of so many tokens."""
 _MOST_TOKENS = 2**40

@@ -24,8 +24,6 @@ from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.planner.proposing.quick_estimates import estimate_plans
 from lightning_hetero.planner.proposing.relaxation import FractionalPlan, Scheme, SchemeTable
 
-__all__ = ["choose_together", "draw_iteration", "propose"]
-
 _WORTH_HAVING = 1e-4
 """One more plan must shorten the mean iteration by this share."""
 _NUM_ITERATIONS = 24

@@ -22,8 +22,6 @@ import numpy as np
 from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost
 from lightning_hetero.core.arrays import FloatArray, IntArray
 
-__all__ = ["estimate_plans"]
-
 
 def estimate_plans(
     iterations: Sequence[IntArray], counts: IntArray, costs: Sequence[PipelineCost]

@@ -33,8 +33,6 @@ from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_le
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.planner.linear_program import LinearProgram
 
-__all__ = ["FractionalPlan", "Scheme", "SchemeTable", "SequenceRuns", "work_lower_bound_s"]
-
 _SPREAD = 0.03
 """The shortest sequence of a run is at most this share shorter than its longest one."""
 

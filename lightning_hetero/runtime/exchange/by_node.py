@@ -26,8 +26,6 @@ from typing_extensions import override
 from lightning_hetero.runtime.exchange.even import EvenRoute, ScatteredUnit
 from lightning_hetero.runtime.exchange.messages import has_streams, sum_dtype
 
-__all__ = ["NodeRoute", "SummedByNode", "groups_on_nodes", "relays_of"]
-
 
 def relays_of(nodes: Sequence[int], node: int) -> list[int]:
     """Return, for each member of a shard group, which member on `node` sends it that node's sum.

@@ -27,8 +27,6 @@ from lightning_hetero.runtime.ranks.communicators import all_gather_single, redu
 from lightning_hetero.runtime.slices.host_memory import end_to_end
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, narrow_rows
 
-__all__ = ["EvenPieces", "EvenRoute", "GatheredUnit", "ScatteredUnit"]
-
 _MOST_TIMED = 16
 """Largest number of senders of a piece for which waits are recorded by peer: a search for a slow
 link probes no more links at once."""

@@ -21,16 +21,6 @@ from torch import Tensor
 from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.runtime.clock import ComputeClock
 
-__all__ = [
-    "ExchangeOptions",
-    "SideStream",
-    "has_streams",
-    "split_works",
-    "sum_dtype",
-    "wait_for_all",
-]
-
-
 _SAME_STREAM = nullcontext()
 
 

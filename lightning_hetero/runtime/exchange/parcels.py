@@ -30,8 +30,6 @@ from lightning_hetero.runtime.slices.weights import (
     narrow_rows,
 )
 
-__all__ = ["Parcel", "ParcelUnit", "Parcels", "Part", "PulledParcels", "SentRows", "split_line"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -23,8 +23,6 @@ from lightning_hetero.runtime.slices.digests import digests_of, has_costly_check
 from lightning_hetero.runtime.slices.known_by_shape import ASKS_FOR_NO_VALUE
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore
 
-__all__ = ["Pull"]
-
 
 class _Arriving(nn.Parameter):
     """A compute weight that is still arriving; functions that need its values first wait for it."""

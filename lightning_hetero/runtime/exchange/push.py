@@ -18,8 +18,6 @@ from lightning_hetero.runtime.exchange.routes import Routes
 from lightning_hetero.runtime.slices.host_memory import arrive_on_host, wait_for_device
 from lightning_hetero.runtime.slices.weights import ComputeWeights
 
-__all__ = ["Push"]
-
 
 class Push:
     """Sends gradients to the owners of slices, each unit as soon as its gradients are final.

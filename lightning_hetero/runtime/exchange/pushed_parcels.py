@@ -22,8 +22,6 @@ from lightning_hetero.runtime.exchange.parcels import (
 )
 from lightning_hetero.runtime.slices.weights import narrow_rows
 
-__all__ = ["PushedParcels"]
-
 _SMALL_NUMEL = 2**14
 """Largest number of elements of the weights whose gradients are picked by index: an index takes 8
 bytes."""

@@ -41,13 +41,6 @@ from lightning_hetero.runtime.exchange.parcels import Parcels, PulledParcels
 from lightning_hetero.runtime.exchange.pushed_parcels import PushedParcels
 from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, local_rows
 
-__all__ = [
-    "PulledUnit",
-    "PushedUnit",
-    "Routes",
-]
-
-
 PulledUnit = GatheredUnit | PulledParcels
 """This rank's side of one unit's pull. In every pull `post`, `wait` and `finish` are called in this
 order."""

@@ -31,16 +31,6 @@ from lightning_hetero.runtime.generation.membership import (
 )
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, interval_s
 
-__all__ = [
-    "GenerationEnvironment",
-    "is_joiner",
-    "join_membership",
-    "layer_call_of_run",
-    "open_membership",
-    "share_cores",
-    "split_address",
-]
-
 OPEN = "lightning_hetero/open membership"
 """Key in the store whose value is the prefix of the membership that processes may join."""
 _NUM_THREADS = "OMP_NUM_THREADS"

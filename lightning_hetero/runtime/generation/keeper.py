@@ -38,17 +38,6 @@ if TYPE_CHECKING:
 
     from lightning_hetero.runtime.generation.log import Log
 
-__all__ = [
-    "ALL_LEAVE",
-    "BLOCKED",
-    "JOIN",
-    "KEPT",
-    "Keeper",
-    "Worker",
-    "joiner_variables",
-    "tell_keeper",
-]
-
 JOIN = "LIGHTNING_HETERO_JOIN"
 """Environment variable of a joiner: host:port of the store of the run to join."""
 KEPT = "LIGHTNING_HETERO_KEPT"

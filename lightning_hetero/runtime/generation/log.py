@@ -28,8 +28,6 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.runtime.ranks.heartbeat import NEWS
 
-__all__ = ["Generation", "Log", "Member", "State"]
-
 _LASTING = ("gone", "asking", "admitted", "ended")
 """Kinds of entries that count for all later generations, too."""
 _SUMMARY = "log/summary"

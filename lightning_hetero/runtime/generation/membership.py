@@ -46,8 +46,6 @@ from lightning_hetero.core.process import Deadline
 from lightning_hetero.runtime.generation.log import Generation, Log, State
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring
 
-__all__ = ["LAYER_CALL", "MOST_SILENT_S", "Membership", "begin_numbers", "draw_number"]
-
 LAYER_CALL = "layer call"
 """Key of the description of a layer's call, which joiners make before they join."""
 MOST_SILENT_S = 30.0

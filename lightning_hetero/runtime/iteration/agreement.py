@@ -31,8 +31,6 @@ from lightning_hetero.runtime.iteration.recomputation_choice import MeasuredByte
 from lightning_hetero.runtime.ranks.communicators import Communicators, Rows, all_gather_single
 from lightning_hetero.runtime.results.step_logs import LogEntry
 
-__all__ = ["Agreed", "Agreement", "Header", "Report", "Reports"]
-
 _NUM_INTEGERS = 5
 _LEAVES, _SEES_JOINERS, _RETURNS = 1, 2, 4
 """Bits of flags."""

@@ -29,8 +29,6 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import ModelLayout
 
-__all__ = ["BufferChange", "BufferWatch"]
-
 
 @dataclass(frozen=True, slots=True)
 class BufferChange:

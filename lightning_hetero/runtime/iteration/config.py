@@ -16,8 +16,6 @@ from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.stage.recomputation import LayerOptions
 from lightning_hetero.schedules import Schedule
 
-__all__ = ["EngineConfig", "IterationKey", "OwnedDevice", "Phase"]
-
 
 class Phase(IntEnum):
     """The loop of Lightning that an iteration belongs to."""

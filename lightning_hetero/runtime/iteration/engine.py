@@ -54,8 +54,6 @@ from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
-__all__ = ["Engine"]
-
 
 class Engine:
     """One module's slices and the plan that runs it, on one rank.

@@ -29,8 +29,6 @@ from lightning_hetero.runtime.stage.microbatch_pass import (
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 
-__all__ = ["StagePasses"]
-
 _Key = tuple[int, int]
 """(index of the stage, index of the micro-batch)."""
 

@@ -31,8 +31,6 @@ from lightning_hetero.runtime.stage.recomputation import (
     names_recomputation,
 )
 
-__all__ = ["MeasuredBytes", "RecomputationChoice"]
-
 
 @dataclass(frozen=True)
 class MeasuredBytes:

@@ -39,8 +39,6 @@ from lightning_hetero.runtime.stage.outer_parameters import OuterRoles, ReadWatc
 from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
-__all__ = ["MAX_KNOWN_PLANS", "PlanSwitch", "RunningPlan"]
-
 MAX_KNOWN_PLANS = 16
 """Number of plans whose transfer tables are kept; for other plans they are computed again."""
 MERGED_NUMEL = 2**20

@@ -39,8 +39,6 @@ from lightning_hetero.schedules import (
     usual_actions,
 )
 
-__all__ = ["ScheduleChoice", "StageSchedule"]
-
 _MEASURED_ITERATIONS = 3
 """Training iterations under 1F1B that are measured; the first is slow and isn't used."""
 

@@ -10,8 +10,6 @@ from lightning_hetero.models.batches import concatenated, count_samples, cut_bat
 from lightning_hetero.models.packing import PackedBatch, remember_packed
 from lightning_hetero.runtime.unknown import tensors_in
 
-__all__ = ["copy_of", "parts_of"]
-
 
 def copy_of(part: Any) -> Any:
     """Return a deep copy of a batch, which a step may change in place.

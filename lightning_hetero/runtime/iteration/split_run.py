@@ -42,8 +42,6 @@ from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, Stage
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["SplitRun"]
-
 _MOST_NUMEL, _MOST_PARAMETERS = 2**16, 24
 """Largest number of elements, and of parameters, whose gradients are compared; at least one
 parameter is."""

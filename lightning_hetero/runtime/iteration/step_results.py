@@ -29,8 +29,6 @@ from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["LossScale", "StepGradients", "StepResults", "loss_of"]
-
 _NAN = (
     "An iteration's loss is NaN, though its gradients are finite, as if it were a mean over "
     "nothing. It is taken for {rule}, which has something to count there: if the mean is over "

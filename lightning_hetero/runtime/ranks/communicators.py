@@ -26,19 +26,6 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.neighbours import Edge
 from lightning_hetero.runtime.ranks.connections import Connections
 
-__all__ = [
-    "MAX_EXCHANGE_GROUPS",
-    "Communicators",
-    "Rows",
-    "StepEnd",
-    "all_gather_single",
-    "check_queues",
-    "init_process_group",
-    "leave_failures_to_ranks",
-    "reduce_over",
-    "reduce_scatter_single",
-]
-
 MAX_EXCHANGE_GROUPS = 32
 """Largest number of pull and push communicators that a rank is in, besides the one of all ranks.
 

@@ -28,8 +28,6 @@ from torch.distributed import DistError
 from lightning_hetero.core.errors import HeteroError
 from lightning_hetero.core.process import allow_files
 
-__all__ = ["Connections", "is_broken_connection"]
-
 _T = TypeVar("_T")
 _NOTICE_S = 0.05
 """Seconds in which groups notice that connections are closed for reading. A group that is just

@@ -22,13 +22,6 @@ from lightning_hetero.runtime.ranks.connections import is_broken_connection
 from lightning_hetero.runtime.ranks.heartbeat import Heartbeat, Ring, Silence, Watch
 from lightning_hetero.runtime.ranks.meeting import end_process
 
-__all__ = [
-    "LEAVE_EXIT_CODE",
-    "AgreedExit",
-    "FailureDetector",
-    "GenerationChange",
-]
-
 LEAVE_EXIT_CODE = 14
 """Exit code of ranks that have agreed to end in order to be restarted."""
 

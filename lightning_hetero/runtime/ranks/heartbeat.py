@@ -28,8 +28,6 @@ from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.core.process import Deadline
 
-__all__ = ["NEWS", "Heartbeat", "Ring", "Silence", "Watch", "interval_s"]
-
 NEWS = "news"
 """Key of a counter; after an increase each rank reads whether one has failed."""
 _END, _HEARD, _SUSPICION = "end", "heard", "suspicion"

@@ -32,15 +32,6 @@ from lightning_hetero.core.errors import ConfigurationError, PeerError
 from lightning_hetero.core.process import Deadline, allow_files, installed_version
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
-__all__ = [
-    "EXIT_CODE",
-    "check_alike",
-    "connect_store",
-    "end_process",
-    "ended_when_late",
-    "package_versions",
-]
-
 EXIT_CODE = 13
 """Exit code of a rank that had to be ended because its main thread would wait forever."""
 

@@ -18,8 +18,6 @@ from lightning_hetero.core.reading import Choice
 from lightning_hetero.models.batches import count_samples, tensors_of
 from lightning_hetero.models.packing import IGNORED_LABEL
 
-__all__ = ["Count", "Counting", "LossReduction", "LossRule", "as_weight"]
-
 Count = Tensor | int | float
 _NAMES = ("shift_labels", "labels", "label", "targets", "target", "y")
 """Names under which batches have targets, most likely first."""

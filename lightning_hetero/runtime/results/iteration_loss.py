@@ -15,18 +15,6 @@ from torch._utils import _flatten_dense_tensors
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.core.reading import Choice
 
-__all__ = [
-    "NUM_TOTALS",
-    "IterationLoss",
-    "LateNumbers",
-    "LossSums",
-    "NonfiniteGradients",
-    "answer_nonfinite",
-    "has_nonfinite",
-    "nonfinite_ranks",
-    "without_sums",
-]
-
 NUM_TOTALS = 5
 """Number of a rank's totals: the sum of losses (means times their targets), the sum of targets, the
 sum and the number of losses without targets, and whether gradients aren't finite."""

@@ -23,8 +23,6 @@ from torchmetrics.utilities import dim_zero_cat
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
-__all__ = ["StepMetrics"]
-
 _Call = tuple[tuple[Any, ...], dict[str, Any]]
 _ALIKE = "_same_on_every_rank"
 """Attribute of a metric whose states are the same on every rank; copies of the metric have it."""

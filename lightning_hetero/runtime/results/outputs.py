@@ -23,15 +23,6 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
 
-__all__ = [
-    "AppendedLists",
-    "Records",
-    "StepRecord",
-    "extend_lists",
-    "join_outputs",
-    "records_of",
-]
-
 Path = tuple[Any, ...]
 """Where a list is in a module: the attribute, then the index or key in it."""
 

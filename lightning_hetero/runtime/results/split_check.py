@@ -35,8 +35,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
 
-__all__ = ["Evidence", "Limits", "Spared", "Triple", "Verdict", "is_due", "judge"]
-
 _TORCHS_OWN = frozenset(vars(nn.Module())) - {"_buffers", "training"}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 

@@ -23,8 +23,6 @@ from lightning_hetero.core.errors import StepError
 from lightning_hetero.runtime.results.metrics import StepMetrics
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["ALREADY_REDUCED", "LogEntry", "StepLogs"]
-
 ALREADY_REDUCED = "already reduced"
 """Given as `sync_dist_group`: the value is the same on all ranks, and the strategy leaves it."""
 

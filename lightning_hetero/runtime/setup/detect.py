@@ -22,16 +22,6 @@ from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec, canonical_n
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.simulator import MemoryCorrection
 
-__all__ = [
-    "Seat",
-    "cluster_of",
-    "corrected_cluster",
-    "describe_device",
-    "detect_seats",
-    "match_device",
-    "slowed",
-]
-
 # Per core: two 8-wide fused multiply-adds a cycle at 2 GHz. Used until a profile is measured.
 _CPU_FLOPS_PER_S = 64e9
 _CPU_BYTES_PER_S = 10e9

@@ -26,8 +26,6 @@ from lightning_hetero.runtime.slices.frozen import (
     packed_size,
 )
 
-__all__ = ["ModelLayout", "Slot", "find_layers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slot:

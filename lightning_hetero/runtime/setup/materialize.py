@@ -34,8 +34,6 @@ from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.slices.wholes import gather_everywhere
 
-__all__ = ["materialize"]
-
 _Initializer = Callable[[nn.Module], None]
 _Kept = tuple[SliceStore, str]
 """The store of an earlier run, and a parameter's name in it."""

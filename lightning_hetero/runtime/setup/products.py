@@ -24,8 +24,6 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-__all__ = ["KeptProducts", "SavedBytes", "bytes_of_products", "is_product"]
-
 
 class SavedBytes:
     """Counts the bytes that autograd saves inside its context, each storage once.

@@ -39,8 +39,6 @@ from lightning_hetero.runtime.setup.profiling import (
 )
 from lightning_hetero.simulator import MemoryCorrection
 
-__all__ = ["CorrectionFile", "cached_profile", "profile_seats", "slowed_profile"]
-
 _MAX_AGE = datetime.timedelta(days=30)
 
 

@@ -27,8 +27,6 @@ from lightning_hetero.core.profile import BlockTimes, DeviceProfile, LayerMemory
 from lightning_hetero.models import HeteroLM, LMConfig, packed_cross_entropy
 from lightning_hetero.runtime.setup.products import SavedBytes, bytes_of_products
 
-__all__ = ["ModelShard", "ProfileOptions", "current_versions", "measure_profile"]
-
 
 class ModelShard:
     """The reference model with a few layers, cut to what one rank of a TP group computes.

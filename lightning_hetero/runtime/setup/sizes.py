@@ -27,8 +27,6 @@ from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from lightning_hetero.runtime.setup.layout import ModelLayout
 
-__all__ = ["infer_model_spec"]
-
 _HEAD_NAMES = ("num_heads", "num_attention_heads", "n_head")
 
 

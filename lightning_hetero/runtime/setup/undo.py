@@ -6,8 +6,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["undone_if_it_fails"]
-
 _CALLS = ("forward", "_compiled_call_impl")
 
 

@@ -27,8 +27,6 @@ from lightning_hetero.runtime.slices.frozen import (
 )
 from lightning_hetero.runtime.slices.known_by_shape import StandIn
 
-__all__ = ["BoxReader", "WeightSource", "WeightSources", "find_frozen"]
-
 BoxReader = Callable[[Box], Tensor]
 """Returns a box of one parameter or buffer, on CPU."""
 

@@ -17,8 +17,6 @@ from lightning_hetero.exchange.owners import list_owners
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["StandbyCheck", "digests_of", "has_costly_checks"]
-
 _LOOKED_AT = frozenset({1, 100, 10_000, 1_000_000})
 _AT_ONCE = 2**22
 """Number of values that are converted to 8 bytes at a time."""

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["name_parameters", "take_over"]
-
 _NAME = "name_in_module"
 """The attribute of a parameter or slice that has the parameter's name in the module."""
 

@@ -20,18 +20,6 @@ from lightning_hetero.exchange.slices import Interval, PackedSize, ParameterSpec
 from lightning_hetero.models.stored import Box
 from lightning_hetero.runtime.slices.known_by_shape import StandIn
 
-__all__ = [
-    "STAYS_FROZEN",
-    "FrozenWeights",
-    "InMemory",
-    "Opaque",
-    "Reader",
-    "fingerprint_of",
-    "is_opaque",
-    "is_quantized",
-    "packed_size",
-]
-
 Reader = Callable[[Box], Tensor]
 """Returns part of a weight, on the CPU; a box has an interval for each dim."""
 

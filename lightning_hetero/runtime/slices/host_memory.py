@@ -15,8 +15,6 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-__all__ = ["PinnedBlocks", "arrive_on_host", "end_to_end", "wait_for_device"]
-
 _HOST = torch.device("cpu")
 _ALIGNMENT_BYTES = 64
 

@@ -19,17 +19,6 @@ if TYPE_CHECKING:
     from lightning_hetero.runtime.slices.frozen import Reader
     from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = [
-    "ASKS_FOR_NO_VALUE",
-    "SIZES",
-    "KnownByShape",
-    "StandIn",
-    "hide_again",
-    "hide_values",
-    "show_values",
-    "with_whole_shapes",
-]
-
 
 def _getters(*names: str) -> set[Any]:
     return {getattr(Tensor, name).__get__ for name in names}

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["REDUCTIONS", "Reduction", "sum_of_powers"]
-
 _AddUp = Callable[[Tensor, str], Tensor]
 """Returns the "sum", "max" or "min" of a tensor over all ranks."""
 _NORMS = {"norm": 2, "linalg_vector_norm": 2, "linalg_norm": 2}

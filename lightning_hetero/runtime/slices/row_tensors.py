@@ -16,8 +16,6 @@ from lightning_hetero.runtime.slices.frozen import FrozenWeights
 from lightning_hetero.runtime.slices.reductions import Reduction, sum_of_powers
 from lightning_hetero.runtime.unknown import tensors_in
 
-__all__ = ["ParameterRows", "Part", "Ranks", "Rows", "mark"]
-
 _TELLING = {"numpy", "tolist", "array", "allclose", "is_nonzero", "bool", "iter"}
 """Names of functions that return values to Python."""
 _DRAWING = {"uniform", "normal", "bernoulli", "random", "exponential", "kaiming_uniform"}

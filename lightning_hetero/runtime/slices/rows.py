@@ -25,8 +25,6 @@ from lightning_hetero.runtime.slices.reductions import sum_of_powers
 from lightning_hetero.runtime.slices.row_tensors import ParameterRows, Part, Ranks, mark
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["HookedSlices", "own_rows"]
-
 
 def own_rows(parameter: Tensor) -> Tensor:
     """Return the numbers of the rows (indices of dim 0) that this rank has of a parameter.

@@ -27,22 +27,6 @@ from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.slices.wholes import gather_everywhere, gather_on_rank_0
 
-__all__ = [
-    "agree_on_groups",
-    "cut_copy",
-    "cut_when_loading",
-    "gather_optimizer_state",
-    "leave_stand_ins",
-    "load_module_state",
-    "scatter_optimizer_state",
-    "spread_frozen",
-    "spread_whole",
-    "stand_for_awaited",
-    "whole_module_state",
-    "without_weights",
-]
-
-
 _BESIDE_WEIGHT = ("SCB", "weight_format")
 """Keys in the `state_dict` of bitsandbytes' modules."""
 

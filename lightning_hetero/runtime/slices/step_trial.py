@@ -31,8 +31,6 @@ from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore
 
-__all__ = ["Likeness", "Trial", "check_steps", "try_steps"]
-
 _NUM_STEPS = 4
 _SHAPES: dict[frozenset[int], tuple[tuple[int, ...], ...]] = {
     frozenset({1}): ((203,), (67,)),

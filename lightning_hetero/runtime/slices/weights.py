@@ -26,8 +26,6 @@ from lightning_hetero.runtime.slices.host_memory import PinnedBlocks
 from lightning_hetero.runtime.slices.known_by_shape import hide_values, show_values
 from lightning_hetero.runtime.unknown import Origin, Unknown
 
-__all__ = ["ComputeWeights", "SliceStore", "local_rows", "narrow_rows"]
-
 _MASTER_BYTES = 4
 _OF_CUT = (
     "A step uses parameter {name} outside of its module, but tensor parallelism has cut it among "

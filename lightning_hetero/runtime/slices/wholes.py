@@ -17,8 +17,6 @@ from torch import Tensor
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.slices.weights import SliceStore, narrow_rows
 
-__all__ = ["gather_everywhere", "gather_on_rank_0"]
-
 _Key = TypeVar("_Key")
 _AT_ONCE = 2**26
 _OF_EACH_RANK = 2**18

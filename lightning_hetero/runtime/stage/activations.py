@@ -61,8 +61,6 @@ from lightning_hetero.runtime.stage.messages import (
 )
 from lightning_hetero.schedules import Edge
 
-__all__ = ["ActivationLink", "Handover", "HiddenForm", "Mailbox", "measure_edges"]
-
 
 @dataclass
 class Handover:

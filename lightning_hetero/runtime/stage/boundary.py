@@ -33,8 +33,6 @@ from lightning_hetero.runtime.stage.side_tensors import SideTensors, refuse_piec
 from lightning_hetero.runtime.tensor_parallel.collectives import StageGroup
 from lightning_hetero.runtime.unknown import check_known
 
-__all__ = ["StageBoundary"]
-
 _UNWATCHED = nullcontext()
 
 

@@ -11,8 +11,6 @@ from lightning_hetero.runtime.clock import ComputeClock
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage.activations import ActivationLink, Mailbox
 
-__all__ = ["Chunk", "chunks_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:

@@ -20,21 +20,6 @@ from torch import Tensor
 
 from lightning_hetero.runtime.clock import ComputeClock
 
-__all__ = [
-    "HEADER_BYTES",
-    "LENGTHS_BYTES",
-    "Form",
-    "Header",
-    "HiddenForm",
-    "Inbox",
-    "Outbox",
-    "bounds_of",
-    "form_of",
-    "num_packed_bytes",
-    "packed",
-    "unpack",
-]
-
 _ALIGNMENT_BYTES = 64
 """Alignment of packed tensors: each can be viewed in its own dtype, and kernels find it aligned."""
 

@@ -17,8 +17,6 @@ from lightning_hetero.runtime.stage.activations import Handover
 from lightning_hetero.runtime.stage.outer_parameters import ReadWatch
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 
-__all__ = ["MicrobatchPass", "StageEnd", "in_place_between"]
-
 _UNCOUNTED = -1
 """Stands for the version of a tensor without a version counter."""
 

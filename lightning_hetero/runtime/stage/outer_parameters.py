@@ -29,8 +29,6 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from lightning_hetero.runtime.unknown import Unknown, tensors_in, written_by
 
-__all__ = ["OuterRoles", "ReadWatch"]
-
 _BOTH_ENDS = frozenset({OuterRole.FIRST, OuterRole.LAST})
 _LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 

@@ -28,18 +28,6 @@ from lightning_hetero.core.plan import ParallelPlan, StagePlan
 from lightning_hetero.core.recomputation import LayerBytes
 from lightning_hetero.runtime.setup.products import KeptProducts, SavedBytes
 
-__all__ = [
-    "ActivationCheckpointing",
-    "LayerCall",
-    "LayerOptions",
-    "MeasuredLayer",
-    "Recomputation",
-    "hidden_output",
-    "is_cache",
-    "is_compiled",
-    "names_recomputation",
-]
-
 _ONE_STAGE = "or use a plan whose pipelines have one stage."
 
 

@@ -18,8 +18,6 @@ from torch.utils._pytree import tree_leaves
 from lightning_hetero.runtime.random_state import PreservedRandomState
 from lightning_hetero.runtime.stage.recomputation import LayerCall
 
-__all__ = ["describe_call", "rehearse"]
-
 _MOST_VALUES = 1024
 """Largest number of integers in a tensor that keeps its values; longer ones become zeros."""
 

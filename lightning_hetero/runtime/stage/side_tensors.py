@@ -28,8 +28,6 @@ from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
 from lightning_hetero.runtime.stage.recomputation import LayerCall, hidden_output
 from lightning_hetero.runtime.unknown import Origin, Unknown, tensors_in
 
-__all__ = ["SideTensors", "refuse_pieces"]
-
 _ONE_STAGE = "or use a plan whose pipelines have one stage."
 _OF_HIDDEN = (
     "Another stage computes it, and here only the next layer may take it, as its hidden state. "

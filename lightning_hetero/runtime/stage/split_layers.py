@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LayerSplitter"]
-
 _linear, _embedding = F.linear, F.embedding
 
 

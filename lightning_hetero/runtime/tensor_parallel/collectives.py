@@ -22,20 +22,6 @@ from lightning_hetero.core.errors import ModelError
 from lightning_hetero.exchange.slices import piece_of
 from lightning_hetero.runtime.ranks.communicators import all_gather_single, reduce_scatter_single
 
-__all__ = [
-    "TOKENS",
-    "StageGroup",
-    "TPGroup",
-    "gather_shards",
-    "gather_tokens",
-    "local_index",
-    "piece_sizes",
-    "reduce_partial",
-    "reduce_to_tokens",
-    "split_shards",
-    "sum_gradients",
-]
-
 _Step = Callable[..., Tensor]
 
 

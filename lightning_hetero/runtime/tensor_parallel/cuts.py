@@ -32,14 +32,6 @@ from lightning_hetero.runtime.tensor_parallel.styles import (
     with_adapters,
 )
 
-__all__ = [
-    "ModelCuts",
-    "ShardedModule",
-    "find_regions",
-    "is_transposed",
-    "with_partial_gradients",
-]
-
 _COLUMNS = {*COLUMNS} - {TPStyle.VOCAB}
 _WITHOUT_MATRICES = {TPStyle.EXPERTS, TPStyle.LOCAL_SIZES, TPStyle.DORA, TPStyle.DROPOUT}
 """Styles of modules whose parameters have styles of their own."""

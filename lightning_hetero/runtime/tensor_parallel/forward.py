@@ -36,8 +36,6 @@ from lightning_hetero.runtime.tensor_parallel.cuts import ShardedModule, is_tran
 from lightning_hetero.runtime.tensor_parallel.heads import Heads
 from lightning_hetero.runtime.tensor_parallel.styles import ROWS, TPStyle, layer_of
 
-__all__ = ["RegionForward", "ShardedForward", "SharedHeadsForward"]
-
 
 class _GroupForward:
     """Replaces a module's forward where its weights are shards; an object, so it can be pickled."""

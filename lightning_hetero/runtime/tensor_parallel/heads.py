@@ -21,8 +21,6 @@ from torch import Tensor, nn
 from lightning_hetero.exchange.slices import ParameterSpec
 from lightning_hetero.runtime.tensor_parallel.styles import layer_of
 
-__all__ = ["Heads", "find_heads", "with_heads"]
-
 _HEAD_DIMS = ("head_dim", "head_size", "attention_head_size")
 _GROUPS = ("num_key_value_groups", "num_kv_groups", "n_rep")
 

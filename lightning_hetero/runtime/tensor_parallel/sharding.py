@@ -41,8 +41,6 @@ from lightning_hetero.runtime.tensor_parallel.forward import (
 )
 from lightning_hetero.runtime.tensor_parallel.styles import TPStyle
 
-__all__ = ["TensorParallel"]
-
 _UNWRAPPED = (TPStyle.PARTIAL, TPStyle.REPLICATE)
 
 

@@ -51,19 +51,6 @@ from torch import nn
 
 from lightning_hetero.core.errors import ConfigurationError, ModelError
 
-__all__ = [
-    "COLUMNS",
-    "ROWS",
-    "Rule",
-    "TPStyle",
-    "is_adapter",
-    "layer_of",
-    "rule_of_module",
-    "rules_of",
-    "unwrapped",
-    "with_adapters",
-]
-
 _BERT = {
     "word_embeddings": "embedding_rowwise",
     "layer.*.attention.self.query": "colwise",

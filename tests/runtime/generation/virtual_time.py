@@ -22,8 +22,6 @@ from lightning_hetero.runtime.generation import membership
 from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.ranks import heartbeat
 
-__all__ = ["Formed", "Timeline", "form_next"]
-
 _MODULES = membership, heartbeat, process
 _STACK_BYTES = 512 * 1024
 
