@@ -110,7 +110,7 @@ def propose(
             values = estimate_plans(iterations, np.array(fresh), table.costs)
             known.update(zip(fresh, values, strict=True))
         every = sorted(known)
-        roomy = np.array(every)[:, table.table.max_len >= longest].any(axis=1)
+        roomy: BoolArray = np.array(every)[:, table.table.max_len >= longest].sum(axis=1) > 0
         order = choose_together(np.array([known[plan] for plan in every]), roomy, most)
         before, chosen = chosen, [every[index] for index in order]
         if chosen == before:
