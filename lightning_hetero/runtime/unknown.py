@@ -10,7 +10,7 @@ Operations that draw random numbers draw as many as they would for known values,
 of a pipeline must draw the same numbers in a step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -162,13 +162,6 @@ def tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    writes = _traits_of(func).writes
-    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
-    return tensors_in(targets)
-
-
 @dataclass(frozen=True, slots=True)
 class _Form:
     """All that is known of an unknown tensor, apart from its device."""
@@ -198,15 +191,7 @@ def _forms_made(
     first: Unknown,
     traits: "_Traits",
 ) -> Any:
-    """Return an operation's result, with each tensor replaced by its form.
-
-    Args:
-        func: The operation.
-        args: Its arguments by position.
-        kwargs: Its arguments by name.
-        first: The first unknown tensor among them.
-        traits: Its effects, and its earlier results: a look-up takes a hundredth of the time.
-    """
+    """Return an operation's result, with each tensor replaced by its form."""
     key: Any = _key_of(args), _key_of((*kwargs, *kwargs.values())) if kwargs else ()
     if traits.is_index:
         key = None  # The shape of the result depends on the values of a mask.
@@ -330,7 +315,8 @@ def _first_unknown(values: Sequence[Any]) -> Unknown:
 
 
 def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: Unknown) -> None:
-    for item in written_by(func, args, kwargs):
+    writes = _traits_of(func).writes
+    for item in tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in writes]):
         if not isinstance(item, Unknown):
             first.refuse(f"{_short(func)} writes to a tensor with known values, and needs")
         if item.sealed is not None:

@@ -31,10 +31,6 @@ def relays_of(nodes: Sequence[int], node: int) -> list[int]:
     """Return, for each member of a shard group, which member on `node` sends it that node's sum.
 
     A member on `node` is its own relay.
-
-    Args:
-        nodes: The node of each member.
-        node: One of these nodes.
     """
     turns = cycle(place for place, item in enumerate(nodes) if item == node)
     return [place if item == node else next(turns) for place, item in enumerate(nodes)]

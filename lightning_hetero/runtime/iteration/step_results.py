@@ -12,17 +12,16 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.models.batches import epoch_weight
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.counts import Counting, LossRule, as_weight
 from lightning_hetero.runtime.results.iteration_loss import (
+    NUM_TOTALS,
     IterationLoss,
     LateNumbers,
     LossSums,
     NonfiniteGradients,
     answer_nonfinite,
     has_nonfinite,
-    nonfinite_ranks,
 )
 from lightning_hetero.runtime.results.outputs import AppendedLists, StepRecord
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
@@ -53,8 +52,8 @@ class LossScale:
 class StepResults:
     """Collects the results of one rank's steps in one iteration.
 
-    For each micro-batch `begin` is called, then `keep` if the step ran to its end, or `drop` if it
-    was left at the end of its stage.
+    For each micro-batch `keep` is called if the step ran to its end, or `drop` if it was left at
+    the end of its stage.
 
     Args:
         module: The user's LightningModule.
@@ -90,17 +89,6 @@ class StepResults:
         self._by_module = getattr(module, "num_target_tokens", None)
         """The module's method that counts the targets of a batch, if it has one."""
 
-    def begin(self, microbatch: Any, num_samples: int, *, counts: bool = True) -> None:
-        """Count a micro-batch's samples before its step.
-
-        Args:
-            microbatch: The micro-batch.
-            num_samples: Its samples.
-            counts: False if the step of another chunk on this rank counts the samples.
-        """
-        if counts:
-            self.epoch_weight += epoch_weight(microbatch, num_samples)
-
     def drop(self) -> None:
         """Discard the results of a step that was left at the end of its stage."""
         self._logs.drop_microbatch()
@@ -130,7 +118,10 @@ class StepResults:
         weight = as_weight(count, self._device)
         is_sum = self._scale.is_sum and self._scale.rule is not None
         self._logs.keep_microbatch(weight, summed=returned if is_sum else None)
-        rest = output if loss is None else _without_loss(output)
+        rest = output
+        if loss is not None:
+            items = output.items() if is_named else ()
+            rest = {key: value for key, value in items if key != "loss"}
         self.records.append(StepRecord(rest, self._lists.take(), weight).detached())
         if loss is None:
             return [], weight
@@ -160,13 +151,7 @@ class StepResults:
 
 
 class StepGradients:
-    """The gradients of this rank's slices that training iterations leave for the optimizer.
-
-    Args:
-        store: The slices.
-        device: Where the rank computes.
-        config: Says what is done about gradients that aren't finite.
-    """
+    """The gradients of this rank's slices that training iterations leave for the optimizer."""
 
     def __init__(self, store: SliceStore, device: torch.device, config: EngineConfig) -> None:
         self.by_name: dict[str, Tensor] = {}
@@ -188,11 +173,6 @@ class StepGradients:
     def finish(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
         """Finish an iteration: scale the gradients, check that they are finite, return the loss.
 
-        Args:
-            totals: The sums of all ranks; see `IterationLoss`.
-            losses: How losses count.
-            batch: Names the batch in error messages.
-
         Raises:
             StepError: Gradients aren't finite.
         """
@@ -211,7 +191,7 @@ class StepGradients:
                 gradient.masked_fill_(is_broken, 0)
 
         def answer(numbers: Tensor) -> None:
-            broken = nonfinite_ranks(numbers)
+            broken = numbers[:, NUM_TOTALS - 1].nonzero()[:, 0].tolist()
             if broken:
                 self.by_name, self.are_finite = {}, False
                 found = f"{batch} aren't finite; ranks {broken} made them."
@@ -226,12 +206,6 @@ class StepGradients:
     def settle(self) -> None:
         """Check the last iteration's sums, which arrive late on accelerators; see `LateNumbers`."""
         self._late.settle()
-
-
-def _without_loss(output: Any) -> dict[str, Any]:
-    if not isinstance(output, dict):
-        return {}
-    return {key: value for key, value in output.items() if key != "loss"}
 
 
 def loss_of(output: Any) -> Tensor:

@@ -61,12 +61,7 @@ class Counting:
         return told[self.how]
 
     def of(self, microbatch: Any, by_module: Callable[[Any], Count] | None) -> Count:
-        """Return the number of targets, as a tensor on the device if it is counted there.
-
-        Args:
-            microbatch: The batch that a step gets.
-            by_module: The module's method `num_target_tokens`; None if it has none.
-        """
+        """Return the number of targets, as a tensor on the device if it is counted there."""
         if self.how == "module" and by_module is not None:
             return by_module(microbatch)
         if self.how == "batch" and (own := _own_count(microbatch)) is not None:

@@ -53,19 +53,8 @@ class IterationLoss:
         return cls(value.float(), (unit / weight).nan_to_num_(0.0, 0.0, 0.0), broken)
 
 
-def nonfinite_ranks(totals: Tensor) -> list[int]:
-    """Return the ranks that made gradients that aren't finite; totals on the CPU."""
-    ranks: list[int] = totals[:, NUM_TOTALS - 1].nonzero()[:, 0].tolist()
-    return ranks
-
-
 class LossSums:
-    """Sums up the losses of one rank's micro-batches for `IterationLoss`.
-
-    Args:
-        device: Where they are summed.
-        is_sum: Whether losses are sums.
-    """
+    """Sums up the losses of one rank's micro-batches for `IterationLoss`."""
 
     def __init__(self, device: torch.device, *, is_sum: bool) -> None:
         self.has_nonfinite: Tensor | None = None
@@ -163,9 +152,6 @@ class LateNumbers:
     device has no work. So numbers that only decide whether a run may go on are checked one
     iteration late, when they have arrived. On a CPU they are checked at once. All ranks make the
     same calls with the same numbers, so all raise the same error in the same iteration.
-
-    Args:
-        device: The device that computes the numbers.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -82,11 +82,6 @@ def check_steps(optimizers: Sequence[Optimizer], store: SliceStore, comms: Commu
 
     Called by all ranks.
 
-    Args:
-        optimizers: The optimizers of the run.
-        store: The slices.
-        comms: The communicators.
-
     Raises:
         ConfigurationError: On every rank, if an optimizer is refused or devices round differently.
     """

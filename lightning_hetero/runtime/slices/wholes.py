@@ -27,12 +27,8 @@ def gather_on_rank_0(
 ) -> dict[_Key, Tensor]:
     """Return whole tensors, on CPU, from their owners' rows: on rank 0, none elsewhere.
 
-    Collective over all ranks, with the same keys in the same order.
-
-    Args:
-        store: Says who owns which rows.
-        comms: The ranks.
-        own: By key: a parameter, and a tensor shaped like this rank's slice of it.
+    Collective over all ranks, with the same keys in the same order. By key, `own` has a parameter's
+    name and a tensor shaped like this rank's slice of it.
     """
     wholes: dict[_Key, Tensor] = {}
     for batch in _batches(store, own, comms.world_size):

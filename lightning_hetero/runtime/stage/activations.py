@@ -73,12 +73,10 @@ class Handover:
     the tensor's index in `tensors`."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the shape and dtype of the hidden state that it returned."""
-    changes_input: bool = False
-    """Whether the model's first layer changes its input in place: later stages can't see that."""
 
     def copy(self) -> "Handover":
         """Return a copy, to which this stage adds what its layers return."""
-        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms], self.changes_input)
+        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms])
 
 
 @dataclass
@@ -188,7 +186,7 @@ class ActivationLink:
         for tensor, form in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(form.requires_grad)
         self.num_received_bytes = sum(tensor.nbytes for tensor in received)
-        return Handover(received, [*header.layer_outputs], [*header.forms], header.changes_input)
+        return Handover(received, [*header.layer_outputs], [*header.forms])
 
     def send_activation(self, sent: Handover) -> None:
         """Send a micro-batch's handover to the next stage, without waiting for its arrival."""
@@ -332,7 +330,7 @@ def _cut(part: Tensor, piece: SentPiece) -> Tensor:
 
 def _header_of(sent: Handover) -> Header:
     forms = tuple(map(form_of, sent.tensors))
-    return Header(forms, tuple(sent.layer_outputs), tuple(sent.forms), sent.changes_input)
+    return Header(forms, tuple(sent.layer_outputs), tuple(sent.forms))
 
 
 _NUM_MEASURED = 3

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -27,10 +26,9 @@ from torch.utils._python_dispatch import (
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
-from lightning_hetero.runtime.unknown import Unknown, tensors_in, written_by
+from lightning_hetero.runtime.unknown import Unknown, tensors_in
 
 _BOTH_ENDS = frozenset({OuterRole.FIRST, OuterRole.LAST})
-_LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class OuterRoles:
@@ -53,14 +51,7 @@ class OuterRoles:
     def learn(
         self, plan: ParallelPlan, reads: Mapping[int, Sequence[str]], *, phase: int, epoch: int
     ) -> None:
-        """Record the uses that were watched in an iteration.
-
-        Args:
-            plan: The plan that ran.
-            reads: The outer parameters that each global rank used.
-            phase: Phase of the iteration.
-            epoch: Epoch of the iteration.
-        """
+        """Record the uses that were watched in an iteration."""
         for pipeline in plan.pipelines:
             if pipeline.stages[0].ranks == pipeline.stages[-1].ranks:
                 continue  # Ranks that run both ends hold them in any case.
@@ -116,9 +107,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = self._names_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
         if names:
-            written = written_by(func, args, kwargs or {})
-            reaches_others = any(not self._names_in(item) for item in written)
-            if self.uses_all or reaches_others or _looks_at_values(func, args):
+            if self.uses_all:
                 self._reads |= names
             self._mark(_tensors(made), names)
         return made
@@ -148,13 +137,6 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(storage)
             key = storage._cdata
             self._names[key] = self._names.get(key, frozenset()) | names
-
-
-def _looks_at_values(func: Any, args: Sequence[Any]) -> bool:
-    """Whether an operation returns values of a tensor, or a shape that depends on them."""
-    if func._schema.name == "aten::index":
-        return any(item.dtype is torch.bool for item in _tensors(args[1]))
-    return not _LOOKS_AT_VALUES.isdisjoint(func.tags)
 
 
 def _tensors(value: Any) -> list[Tensor]:

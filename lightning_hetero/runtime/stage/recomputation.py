@@ -301,12 +301,6 @@ class Recomputation:
         """Run a layer in the forward pass, and return its output.
 
         If the model itself checkpoints the layer, it isn't checkpointed a second time.
-
-        Args:
-            call: The layer's call.
-            layer: The layer.
-            hidden: Which of its arguments is the hidden state; None if unknown.
-            products: Recomputes all of the layer but its matrix products and attention.
         """
         measured = self.measured
         if not (self.layers or self.selective or measured) or not torch.is_grad_enabled():

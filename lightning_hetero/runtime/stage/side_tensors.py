@@ -12,7 +12,6 @@ that each pass replaces, unlike caches. Tensors with gradients in lists and dict
 inside a skipped layer get unknown tensors.
 """
 
-import io
 import pickle
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.stage.activations import Handover
+from lightning_hetero.runtime.stage.messages import pickled, unpickled
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
 from lightning_hetero.runtime.stage.recomputation import LayerCall, hidden_output
 from lightning_hetero.runtime.unknown import Origin, Unknown, tensors_in
@@ -62,11 +62,7 @@ class _Before(NamedTuple):
 
 
 class SideTensors:
-    """Describes the outputs of layers, and rebuilds them on stages that skip the layers.
-
-    Args:
-        layers: The model's layers in order.
-    """
+    """Describes the outputs of layers, and rebuilds them on stages that skip the layers."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._parts = [[*layer.modules()] for layer in layers]
@@ -149,11 +145,6 @@ class SideTensors:
 
     def skip(self, call: LayerCall, hidden: int | str, handover: Handover) -> Any:
         """Return what a layer has returned on an earlier stage, and record what it has recorded.
-
-        Args:
-            call: The layer's call here.
-            hidden: Which of its arguments is the hidden state.
-            handover: The handover from the stage before.
 
         Raises:
             ModelError: Hooks inside the layer need values.
@@ -316,15 +307,9 @@ def _dump(
             new.append(item)
         return known[id(item)], item.device.type
 
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file)
-    pickler.persistent_id = name_of  # type: ignore[method-assign]
-    try:
-        pickler.dump(value)
-    except Exception:  # An object's own pickling may raise anything.
-        return None
-    sides += new
-    return file.getvalue()
+    found = pickled(value, name_of)
+    sides += [] if found is None else new
+    return found
 
 
 def _load(
@@ -342,6 +327,4 @@ def _load(
         index, kind = name
         return sides[index].to(kind)
 
-    unpickler = pickle.Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = object_of  # type: ignore[method-assign]
-    return unpickler.load()
+    return unpickled(data, object_of)
