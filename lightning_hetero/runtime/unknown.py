@@ -40,6 +40,13 @@ class Origin:
     remedy: str
 
 
+def _refusing(user: str) -> Callable[..., NoReturn]:
+    def refuse(tensor: "Unknown", *_: Any, **__: Any) -> NoReturn:
+        tensor.refuse(user)
+
+    return refuse
+
+
 class Unknown(Tensor):
     """A tensor of which this stage knows everything but the values."""
 
@@ -117,21 +124,10 @@ class Unknown(Tensor):
         """Raise ModelError: `user`, such as "tolist needs", asks for the values."""
         raise ModelError(f"{user} {self.origin.what}. {self.origin.remedy}")
 
-    def tolist(self) -> NoReturn:
-        """Refuse to give values."""
-        self.refuse("tolist needs")
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse to give values."""
-        self.refuse("numpy needs")
-
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        """Refuse to give values."""
-        self.refuse("NumPy needs")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be saved or sent."""
-        self.refuse("Saving needs")
+    tolist = _refusing("tolist needs")
+    numpy = _refusing("numpy needs")  # type: ignore[assignment]
+    __array__ = _refusing("NumPy needs")
+    __reduce_ex__ = _refusing("Saving needs")
 
     def __format__(self, format_spec: str) -> str:
         """Refuse to print a value; without a format, say what it is."""

@@ -1,17 +1,15 @@
 """Let all ranks agree on what happened in an iteration, by one small row from each.
 
 A row has a few integers, which show whether anything has changed, and sums: loss, target tokens and
-logged values. Rank 0 gathers the rows and sends all of them to all ranks; with n ranks these are n
-rows of 8·(10 + 5 per logged value) bytes. A row is sent as soon as the rank's schedule ends and is
-read after the push, so the exchange adds little waiting. Python objects are gathered only if a rank
-reports something new. On an accelerator the sums are gathered on the device, apart from the
-integers, so that the host doesn't wait for its device.
+logged values. Rank 0 gathers the rows and sends all of them to all ranks. A row is sent as soon as
+the rank's schedule ends and is read after the push, so the exchange adds little waiting. Python
+objects are gathered only if a rank reports something new. On an accelerator the sums are gathered
+on the device, apart from the integers, so that the host doesn't wait for its device.
 
-With standbys the loss of a rank needn't cost a step. Rows are then sent only after the push, so a
-rank that has all rows knows that all ranks have their gradients. If a rank is lost before it has
-sent its row, no rank makes the optimizer step. If rank 0 is lost while it sends all rows to the
-others, some ranks may make the step and others not; then the remaining slices are of two different
-steps, and the run goes on from its newest checkpoint.
+With standbys rows are sent only after the push, so a rank that has all rows knows that all ranks
+have their gradients. If a rank is lost before it has sent its row, no rank makes the optimizer
+step. If rank 0 is lost while it sends all rows to the others, some ranks may make the step and
+others not; then the run goes on from its newest checkpoint.
 """
 
 import zlib

@@ -1,10 +1,8 @@
 """Decide whose values count for buffers that steps change, and share them with all ranks.
 
-A layer's buffers change on the layer's stage. Buffers outside the layers change on every stage if
-code before the layers changes them, and on last stages if code after the layers does. The values of
-the first pipeline that changes a buffer count; in it, those of the layer's stage or, for a buffer
-outside the layers, of the first stage that changes it. All ranks get these values before an
-evaluation, a checkpoint, a change of plan and the end.
+The values of the first pipeline that changes a buffer count; in it, those of the layer's stage or,
+for a buffer outside the layers, of the first stage that changes it. All ranks get these values
+before an evaluation, a checkpoint, a change of plan and the end.
 
 One device changes a buffer once, with the whole batch. A buffer that several micro-batches change,
 or that pipelines change differently, depends on a micro-batch's content, as BatchNorm's statistics

@@ -1,11 +1,10 @@
 """Decide which layers of a rank's stage each micro-batch of an iteration recomputes.
 
 The plan decides or, if it says nothing, the strategy's option. Under a budget in bytes
-`core.recomputation` decides, from the number of tokens of each micro-batch and the bytes that a
-layer keeps per token. To count these bytes, the first iteration recomputes all layers but one, the
-last layer of the first micro-batch. Its backward comes before any layer is recomputed, so this
-takes no more memory than the smallest possible budget. Each later iteration counts one layer that
-isn't recomputed, and the largest count is used for all layers.
+`core.recomputation` decides, from the tokens of each micro-batch and the bytes that a layer keeps
+per token. To count these, the first iteration recomputes all layers but the last one of the first
+micro-batch: its backward comes before any layer is recomputed, so this takes no more memory than
+the smallest possible budget. Each later iteration counts one layer; the largest count is used.
 """
 
 from collections.abc import Callable, Container, Sequence

@@ -16,12 +16,12 @@ from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.counts import Counting, LossRule, as_weight
 from lightning_hetero.runtime.results.iteration_loss import (
     NUM_TOTALS,
-    IterationLoss,
     LateNumbers,
-    LossSums,
     NonfiniteGradients,
     answer_nonfinite,
     has_nonfinite,
+    loss_and_scale,
+    totals_of,
 )
 from lightning_hetero.runtime.results.outputs import AppendedLists, StepRecord
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
@@ -79,7 +79,10 @@ class StepResults:
         self.is_training = is_training
         self.records: list[StepRecord] = []
         """What steps returned and appended on a last stage; one record for each micro-batch."""
-        self.losses = LossSums(device, is_sum=scale.is_sum)
+        self.losses: list[Tensor] = []
+        """The losses of its micro-batches."""
+        self._weights: list[Tensor] = []
+        self._has_nonfinite = torch.zeros((), dtype=torch.float64, device=device)
         self.epoch_weight = 0
         """Weight in an epoch's mean, summed over the micro-batches that have begun."""
         self._lists = AppendedLists(module)
@@ -125,7 +128,8 @@ class StepResults:
         self.records.append(StepRecord(rest, self._lists.take(), weight).detached())
         if loss is None:
             return [], weight
-        self.losses.add(loss, weight)
+        self.losses.append(loss.detach())
+        self._weights.append(weight)
         if self._scale.is_sum:
             return [loss], torch.full_like(loss, self._factor)
         gradient = torch.full_like(loss, self._factor / self._scale.unit).mul_(weight)
@@ -143,11 +147,13 @@ class StepResults:
     def finish(self, gradients: Callable[[], Iterable[Tensor]]) -> None:
         """After the last action, note whether gradients are finite (see `has_nonfinite`)."""
         if self.is_training:
-            self.losses.has_nonfinite = has_nonfinite(gradients(), self._device)
+            self._has_nonfinite = has_nonfinite(gradients(), self._device)
 
     def row(self, entries: Sequence[LogEntry]) -> Tensor:
         """Return this rank's sums for the agreement: of losses, then of logged values."""
-        return torch.cat([self.losses.totals(), self._logs.as_row(entries)])
+        is_sum, broken = self._scale.is_sum, self._has_nonfinite
+        totals = totals_of(self.losses, self._weights, broken, is_sum=is_sum)
+        return torch.cat([totals, self._logs.as_row(entries)])
 
 
 class StepGradients:
@@ -176,17 +182,17 @@ class StepGradients:
         Raises:
             StepError: Gradients aren't finite.
         """
-        loss = IterationLoss.of(totals, is_sum=losses.is_sum, unit=losses.unit)
+        loss, scale = loss_and_scale(totals, is_sum=losses.is_sum, unit=losses.unit)
         owned = self._store.owned_device
-        scale, is_broken = (n.to(owned) for n in (loss.scale, loss.has_nonfinite))
         if self.by_name:
-            torch._foreach_mul_([*self.by_name.values()], scale / self.loss_scale)
+            torch._foreach_mul_([*self.by_name.values()], scale.to(owned) / self.loss_scale)
         self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
         # Before the optimizer's step the host must know whether to skip it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss
         is_late = self._late.is_late and not is_now
         if is_late:
+            is_broken = totals[:, NUM_TOTALS - 1].any().to(owned)
             for gradient in self.by_name.values():
                 gradient.masked_fill_(is_broken, 0)
 
@@ -201,7 +207,7 @@ class StepGradients:
                 rank_zero_warn(_NAN.format(rule=losses.rule))
 
         self._late.judge(totals, answer, now=is_now)
-        return loss.value
+        return loss
 
     def settle(self) -> None:
         """Check the last iteration's sums, which arrive late on accelerators; see `LateNumbers`."""

@@ -83,15 +83,10 @@ class Counting:
         if _own_count(microbatch) is not None:
             return cls("batch")
         tensors = tensors_of(microbatch)
-        named = [item for name in _NAMES for item in _tensors_named(microbatch, name)]
-        indices = [item for item in tensors if _holds_indices(item)]
-        labels = named or indices[-1:]
-        place = next(
-            (i for i, item in enumerate(tensors) for label in labels[:1] if item is label), -1
-        )
-        return (
-            cls("kept", place) if place >= 0 and _holds_indices(tensors[place]) else cls("samples")
-        )
+        labels = [item for name in _NAMES for item in _tensors_named(microbatch, name)][:1]
+        labels = labels or list(filter(_holds_indices, tensors))[-1:]
+        found = [i for i, item in enumerate(tensors) if labels and item is labels[0]]
+        return cls("kept", found[0]) if found and _holds_indices(labels[0]) else cls("samples")
 
     @classmethod
     def likely(cls, microbatch: Any, by_module: Callable[[Any], Count] | None) -> list["Counting"]:

@@ -1,12 +1,9 @@
 """Keep on disk what was measured of devices, so that a later start needn't measure again.
 
-A profile is made once for each type of hardware in a run, by the first rank that has it; all types
-are measured at the same time. It is used again for the same model, micro-batches, device and
-package versions. An emulated device has the times of its hardware, multiplied by its slowdown.
-
-A `CorrectionFile` keeps how far the prediction of memory was off when a device ran out of it: one
-for each device type and model. A later start on the same machine reads it before anything is
-planned, and tells the other ranks.
+A profile is made once for each type of hardware in a run, by the first rank that has it. It is used
+again for the same model, micro-batches, device and package versions. An emulated device has the
+times of its hardware, multiplied by its slowdown. A `CorrectionFile` keeps how far the prediction
+of memory was off when a device ran out of it, for later starts with the same device type and model.
 
 Both are in the folder `$LIGHTNING_HETERO_CACHE`, or else in `lightning-hetero` in the user's cache.
 Files that are older than 30 days, broken or of other versions are ignored.

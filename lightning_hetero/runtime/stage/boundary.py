@@ -4,12 +4,11 @@ Every layer's `forward` is wrapped once. Example: a stage that has layers 4 to 7
 user's step layers 0 to 3 don't run; they return unknown tensors, which have a shape but no values
 (see `runtime.unknown`). Layer 4 takes the activation that was received from the previous stage.
 After layer 7 the exception `StageEnd` ends the step. Only on the last stage does the step go on
-after the layers, where the user's own code computes the loss. No other code of the model's forward
-is replaced, so what it computes before the layers (masks, rotary tables) is there on every stage.
+after the layers, where the user's own code computes the loss. What the model computes before the
+layers (masks, rotary tables) is there on every stage.
 
-Random number generators are seeded before the step, before each layer and after the last one, with
-the numbers of the iteration, the micro-batch and the layer. So a layer draws the same numbers on
-whichever stage it runs.
+Random number generators are seeded before the step, before each layer and after the last one, by
+iteration, micro-batch and layer. So a layer draws the same numbers on whichever stage it runs.
 
 Stages need a *chain*: each layer is called once, in order. If one stage runs all layers, the model
 may call them *freely*: several times, in any order, or not at all.

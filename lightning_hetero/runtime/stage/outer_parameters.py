@@ -1,14 +1,11 @@
 """Find out which parameters outside the layers each end of a pipeline really uses.
 
-All stages of a pipeline run the same step, so all of them run the code before the layers. Its
-result is usually the first layer's input, and later stages don't use that. Example: the last stage
-looks up the embedding but never uses the result, unless the head shares the embedding's weight. So
-a watch follows everything that is computed from a parameter, through the memory of tensors, until
-it is used.
-
-In the first iteration of each phase (training, validation, test, prediction) in an epoch both ends
-of a pipeline hold these parameters. For the rest of the epoch, a parameter that was used at only
-one end so far is held at that end only.
+All stages of a pipeline run the code before the layers. Its result is usually the first layer's
+input, which later stages don't use: the last stage looks up the embedding in vain, unless the head
+shares its weight. So a watch follows everything that is computed from a parameter, through the
+memory of tensors, until it is used. It watches the first iteration of each phase (training,
+validation, test, prediction) in an epoch, in which both ends hold these parameters. For the rest of
+the epoch, a parameter that was used at only one end so far is held at that end only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -29,6 +27,7 @@ from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
 from lightning_hetero.runtime.unknown import Unknown, tensors_in
 
 _BOTH_ENDS = frozenset({OuterRole.FIRST, OuterRole.LAST})
+_LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class OuterRoles:
@@ -107,7 +106,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = self._names_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
         if names:
-            if self.uses_all:
+            if self.uses_all or _looks_at_values(func, args):
                 self._reads |= names
             self._mark(_tensors(made), names)
         return made
@@ -137,6 +136,13 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._kept.append(storage)
             key = storage._cdata
             self._names[key] = self._names.get(key, frozenset()) | names
+
+
+def _looks_at_values(func: Any, args: Sequence[Any]) -> bool:
+    """Whether an operation returns values of a tensor, or a shape that depends on them."""
+    if func._schema.name == "aten::index":
+        return any(item.dtype is torch.bool for item in _tensors(args[1]))
+    return not _LOOKS_AT_VALUES.isdisjoint(func.tags)
 
 
 def _tensors(value: Any) -> list[Tensor]:
