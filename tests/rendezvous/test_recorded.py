@@ -1,10 +1,10 @@
 """No operation that the runtime really issues blocks under NCCL's rules.
 
 NCCL isn't here to block. So gloo runs record what each rank issues and waits for, from the first
-message of a fit to the last one of a test, and `find_block` executes that.
+message of a fit to the last one, and `find_block` executes that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -13,28 +13,48 @@ import pytest
 
 from lightning_hetero import ParallelPlan
 from tests.core.sample_plans import random_plan
-from tests.plans import CUT_LATE, TRIPLE, TURNED, pipeline, plan_of, stage
+from tests.fits import Case
+from tests.plans import CUT_LATE, TRIPLE, TURNED, Plan, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.rendezvous.operations import (
     CONTROL,
     EXCHANGE,
     STAGES,
     Lists,
-    Operation,
-    OperationKind,
-    Transfer,
     find_block,
 )
-from tests.rendezvous.runs import Job, record, record_with_streams
+from tests.rendezvous.runs import record, record_with_streams
 
 pytestmark = pytest.mark.dist
 
 
-def plans(*found: dict[str, Any]) -> tuple[ParallelPlan, ...]:
-    return tuple(map(ParallelPlan.from_dict, found))
+ROWS = 4
+"""Of the batch of each of the first plan's pipelines."""
 
 
-def random_plans(count: int, num_layers: int, world_size: int) -> Iterator[ParallelPlan]:
+def case_of(*plans: Plan, num_iterations: int = 3, **more: Any) -> Case:
+    """Return a run that changes its plan after each iteration."""
+    options = {"whole_after_run": False, **more.pop("options", {})}
+    num_pipelines = max(len(plan["pipelines"]) for plan in plans)
+    return Case(
+        model="validated",
+        plan=plans[0],
+        later=(*plans[1:], plans[0]) if len(plans) > 1 else (),
+        num_rows=ROWS * num_pipelines * num_iterations,
+        batch_size=ROWS,
+        num_microbatches=2,
+        max_steps=num_iterations,
+        options=options,
+        **more,
+    )
+
+
+def plans_of(case: Case) -> list[ParallelPlan]:
+    """Return all plans of a run."""
+    return [ParallelPlan.from_dict(plan) for plan in (case.plan or {}, *case.later)]
+
+
+def random_plans(count: int, num_layers: int, world_size: int) -> Iterator[Plan]:
     rng = Random(5)
     while count:
         plan, size = random_plan(
@@ -42,7 +62,7 @@ def random_plans(count: int, num_layers: int, world_size: int) -> Iterator[Paral
         )
         if (size, plan.num_layers) == (world_size, num_layers):
             count -= 1
-            yield replace(plan, owner_shares=None, host_owners=())
+            yield replace(plan, owner_shares=None, host_owners=()).to_dict()
 
 
 LONG = plan_of(pipeline(stage(2, 0, 1), stage(0, 1, 2), stage(1, 2, 3)))
@@ -63,50 +83,31 @@ AROUND = plan_of(pipeline(*(stage(i % 3, i, i + 1) for i in range(6)), num_micro
 TWO_GROUPS = plan_of(pipeline(*(stage(g, i, i + 1) for i, g in enumerate([[0, 1], 2, [0, 1]]))))
 TP_PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
-JOBS = {
-    "unequal pipelines": Job(plans=plans(CUT_LATE), world_size=3),
-    "changes of plan": Job(
-        plans=plans(CUT_LATE, LONG, TURNED, WITHOUT_WORK), world_size=3, num_iterations=5, tied=True
+TP = {"options": {"tp_plan": TP_PLAN}}
+EVEN = {"ownership": "even"}
+CASES = {
+    "unequal pipelines": case_of(CUT_LATE),
+    "changes of plan": case_of(
+        CUT_LATE, LONG, TURNED, WITHOUT_WORK, world_size=3, num_iterations=5, tied=True
     ),
-    "many micro-batches": Job(
-        plans=plans(MANY), world_size=2, num_iterations=2, options={"ownership": "even"}
-    ),
-    "tensor parallelism": Job(
-        plans=plans(SHARED, SHARED_AND_SINGLE, SPREAD),
-        world_size=4,
-        options={"tp_plan": TP_PLAN},
-    ),
-    "chunks": Job(
-        plans=plans(THERE_AND_BACK, AROUND),
-        world_size=3,
-        num_layers=6,
-        tied=True,
-        num_iterations=5,
-        options={"ownership": "even"},
-    ),
-    "shared chunks": Job(
-        plans=plans(TWO_GROUPS),
-        world_size=3,
-        options={"tp_plan": TP_PLAN, "ownership": "even"},
-    ),
-    "random plans": Job(
-        plans=tuple(random_plans(6, num_layers=4, world_size=4)),
+    "many micro-batches": case_of(MANY, num_iterations=2, **EVEN),
+    "tensor parallelism": case_of(SHARED, SHARED_AND_SINGLE, SPREAD, **TP),
+    "chunks": case_of(THERE_AND_BACK, AROUND, num_layers=6, tied=True, num_iterations=5, **EVEN),
+    "shared chunks": case_of(TWO_GROUPS, **TP, **EVEN),
+    "random plans": case_of(
+        *random_plans(6, num_layers=4, world_size=4),
         world_size=4,
         num_layers=4,
         num_iterations=6,
-        options={"tp_plan": TP_PLAN},
+        **TP,
     ),
-    "collectives": Job(
-        plans=plans(TRIPLE, TWO_AND_ONE, CUT_LATE),
-        world_size=3,
-        options={"exchange": "collectives"},
-    ),
+    "collectives": case_of(TRIPLE, TWO_AND_ONE, CUT_LATE, options={"exchange": "collectives"}),
 }
 
 
 @pytest.fixture(scope="module")
 def recorded(pool: ProcessPool) -> dict[str, Lists]:
-    return {name: dict(enumerate(pool.run(record, j.world_size, j))) for name, j in JOBS.items()}
+    return {name: dict(enumerate(pool.run(record, c.size, c))) for name, c in CASES.items()}
 
 
 def in_one_queue(lists: Lists) -> Lists:
@@ -126,9 +127,10 @@ def in_one_queue(lists: Lists) -> Lists:
     return queued
 
 
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", CASES)
 def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
-    lists, job = recorded[name], JOBS[name]
+    lists, case = recorded[name], CASES[name]
+    plans = plans_of(case)
     assert find_block(lists) == ""
     assert find_block(in_one_queue(lists)) == ""
     for rank, items in lists.items():
@@ -137,7 +139,7 @@ def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
         assert any(queue.startswith(STAGES) for queue in queues) == any(
             (place := plan.place(rank)) is not None
             and len({s.ranks for s in plan.pipelines[place.pipeline_index].stages}) > 1
-            for plan in job.plans
+            for plan in plans
         )
     shared = {
         item.ranks
@@ -145,31 +147,30 @@ def test_what_a_run_issues_never_blocks_under_the_rules_of_nccl(recorded, name):
         for item in items
         if item.ranks and not item.communicator.startswith(EXCHANGE)
     }
-    shared.discard(tuple(range(job.world_size)))
-    groups = {s.ranks for plan in job.plans for _, _, s in plan.iter_stages() if s.tp_degree > 1}
-    assert shared == {tuple(sorted(ranks)) for ranks in groups if len(ranks) < job.world_size}
+    shared.discard(tuple(range(case.size)))
+    groups = {s.ranks for plan in plans for _, _, s in plan.iter_stages() if s.tp_degree > 1}
+    assert shared == {tuple(sorted(ranks)) for ranks in groups if len(ranks) < case.size}
 
 
 @pytest.mark.parametrize("has_streams", [False, True])
 def test_both_legs_of_a_push_by_node_never_block_under_the_rules_of_nccl(pool, has_streams):
     """Whether second legs follow all first ones, or each its own, as where nobody waits for it."""
     plan = plan_of(*(pipeline(stage(rank, 0, 3)) for rank in (3, 0, 2, 1)))
-    job = Job(plans=plans(plan), world_size=4, nodes="abab", options={"exchange": "by-node"})
-    found = pool.run(record_with_streams if has_streams else record, 4, job)
+    case = case_of(plan, options={"exchange": "by-node"})
+    found = pool.run(record_with_streams if has_streams else record, 4, case, "abab")
     lists = dict(enumerate(found))
     assert find_block(lists) == ""
     assert find_block(in_one_queue(lists)) == ""
     for rank, near in enumerate(("[0, 2]", "[1, 3]") * 2):
         legs = [i.communicator for i in found[rank] if i.label.startswith("all_to_all")]
-        legs = legs[-len(legs) // job.num_iterations :]
+        legs = legs[-len(legs) // case.max_steps :]
         num_units, both = len(legs) // 2, [f"{EXCHANGE} {near}", EXCHANGE]
         assert num_units > 1
         assert legs == (both * num_units if has_streams else sorted(both * num_units, reverse=True))
 
 
 def test_an_order_that_is_wrong_on_one_rank_is_found_though_gloo_takes_it(pool):
-    job = replace(JOBS["unequal pipelines"], num_iterations=1, swaps_pulls=1)
-    found = find_block(dict(enumerate(pool.run(record, 3, job))))
+    found = find_block(dict(enumerate(pool.run(record, 3, CASES["unequal pipelines"], "", 1))))
     assert all(part in found for part in ("rank 1", "'pull.post 0'", "'pull.post 1'")), found
 
 
@@ -183,50 +184,3 @@ def test_one_communicator_for_both_directions_of_a_pipeline_would_block(recorded
         for rank, items in recorded["changes of plan"].items()
     }
     assert "'both'" in find_block(lists)
-
-
-def move(*transfers: tuple[int, int], tag: str = "x", num_bytes: int = 4) -> Operation:
-    """Return a transfer of the given (source, destination) pairs on the exchange communicator."""
-    members = tuple(Transfer(a, b, num_bytes, tag) for a, b in transfers)
-    label = f"move {tag}"
-    return Operation(
-        kind=OperationKind.TRANSFER, label=label, communicator=EXCHANGE, transfers=members
-    )
-
-
-def collective(label: str, ranks: tuple[int, ...] = (0, 1), **more: Any) -> Operation:
-    return Operation(
-        kind=OperationKind.COLLECTIVE, label=label, communicator=label, ranks=ranks, **more
-    )
-
-
-THERE, BACK = move((0, 1), tag="there", num_bytes=24), move((1, 0), tag="back")
-APART = replace(BACK, communicator="backward")
-BOTH = replace(THERE, transfers=THERE.transfers + BACK.transfers)
-A, B, C = (move(pair, tag=str(pair)) for pair in [(0, 1), (1, 2), (2, 0)])
-END = collective("end")
-WAIT = Operation(kind=OperationKind.COMPUTE, label="F0", waits_for=(0,))
-
-
-@pytest.mark.parametrize(
-    ("lists", "said"),
-    [
-        ([(BACK, THERE), (THERE, BACK)], "rank 0 operation 0 (move back on 'exchange'); rank 1"),
-        ([(THERE, BACK), (BACK, THERE)], "rank 0 operation 0 (move there on 'exchange'); rank 1"),
-        ([(C, A), (A, B), (B, C)], "rank 2 operation 0"),
-        ([(APART, WAIT, THERE), (THERE, WAIT, APART)], "(move back on 'backward')"),
-        ([(THERE, A), (THERE,)], "wait for ever: rank 0 operation 1"),
-        ([(), (THERE,)], "wait for ever: rank 1 operation 0"),
-        ([(THERE,), (move((0, 1), tag="there"),)], "num_bytes=24"),
-        ([(END,), ()], "rank 0 operation 0 (end on 'end')"),
-        ([(END,), (replace(END, num_bytes=8),)], "These differ: rank 0 operation 0"),
-        ([(collective("a"), collective("b")), (collective("b"), collective("a"))], "rank 1"),
-        ([(BACK, THERE), (BACK, THERE)], ""),
-        ([(BOTH,), (BOTH,)], ""),
-        ([(APART, THERE), (THERE, APART)], ""),
-        ([(END,), (END,)], ""),
-    ],
-)
-def test_what_blocks_is_found_and_nothing_else(lists: list[Sequence[Operation]], said: str) -> None:
-    found = find_block(dict(enumerate(lists)))
-    assert (said in found) if said else (found == "")

@@ -17,20 +17,20 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from lightning_hetero import HeteroStrategy
+from tests.fits import Case, Outcome, fit
 from tests.processes import ProcessFailed, ProcessPool
-from tests.toy import quiet
+from tests.toy import Compared
 
 VOCABULARY, CONTEXT, PIXELS, CLASSES = 40, 12, 16, 3
 ROWS, BATCH = 12, 4
@@ -153,11 +153,12 @@ class Samples(Dataset[dict[str, Tensor]]):
         return {name: column[index] for name, column in self._columns.items()}
 
 
-class Architecture(L.LightningModule):
-    """What a user writes around a model."""
+class Architecture(Compared):
+    """What a user writes around a model, whose weights may be nudged by a share."""
 
-    def __init__(self, name: str, head: str) -> None:
+    def __init__(self, name: str, head: str, nudge: float) -> None:
         super().__init__()
+        transformers.logging.set_verbosity_error()
         config, models = tiny_config(name, head), HEADS[head].models
         with torch.device("meta"):
             size = sum(item.numel() for item in models.from_config(config).parameters())
@@ -165,50 +166,29 @@ class Architecture(L.LightningModule):
             raise ValueError(f"{size} parameters are too many")
         self._head = head
         self.model = models.from_config(config).train()
-        self.losses: list[float] = []
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.mul_(1 + nudge * (2 * torch.rand_like(parameter) - 1))
+
+    def rows(self, num_empty: int) -> Dataset[dict[str, Tensor]]:
+        return Samples(self._head)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss: Tensor = self.model(**batch).loss
         return loss
 
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))
-
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
-    def train_dataloader(self) -> Any:
-        return DataLoader(Samples(self._head), batch_size=BATCH)
+
+def case_of(name: str, head: str, *, nudge: float = 0.0) -> Case:
+    """Return a case of two stages."""
+    given: dict[str, Any] = {"world_size": 2, "options": {"num_stages": 2}, "seed": 5}
+    model = partial(Architecture, name, head, nudge)
+    return Case(model=model, batch_size=BATCH, num_microbatches=2, **given)
 
 
-@dataclass
-class Trained:
-    """What has come out of a run."""
-
-    losses: list[float]
-    weights: dict[str, np.ndarray]
-
-
-def train(rank: int, name: str, head: str, num_stages: int, nudge: float = 0.0) -> Trained:
-    """Train one architecture; in one stage by plain Lightning."""
-    transformers.logging.set_verbosity_error()
-    L.seed_everything(5, verbose=False)
-    module = Architecture(name, head)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.mul_(1 + nudge * (2 * torch.rand_like(parameter) - 1))
-    options: dict[str, Any] = {"devices": num_stages}
-    if num_stages > 1:
-        options["strategy"] = HeteroStrategy(
-            num_stages=num_stages, num_microbatches=2, whole_after_run=True
-        )
-    trainer = L.Trainer(**quiet(max_epochs=1), **options, use_distributed_sampler=False)
-    trainer.fit(module)
-    weights = {key: value.float().numpy().copy() for key, value in module.state_dict().items()}
-    return Trained(module.losses, weights)
-
-
-def difference(alone: Trained, staged: Trained) -> float:
+def difference(alone: Outcome, staged: Outcome) -> float:
     """Return the largest difference as a share of what it is one of; infinite if parts lack."""
     if len(alone.losses) != len(staged.losses) or {*alone.weights} != {*staged.weights}:
         return math.inf
@@ -222,20 +202,21 @@ def difference(alone: Trained, staged: Trained) -> float:
 
 def judge(pool: ProcessPool, name: str, head: str) -> tuple[str, str]:
     """Return "equal", "differs", "refused" or "not tried", and why."""
+    case = case_of(name, head)
     try:
-        (alone,) = pool.run(train, 1, name, head, 1)
+        (alone,) = pool.run(fit, 1, case.on_single_device())
     except ProcessFailed as error:
         return "not tried", _last_line(error)
     if not all(map(math.isfinite, alone.losses)):
         return "not tried", "its losses aren't finite on one device"
     try:
-        staged, _ = pool.run(train, 2, name, head, 2)
+        staged, _ = pool.run(fit, 2, case)
     except ProcessFailed as error:
         return "refused", _last_line(error)
     found = difference(alone, staged)
     if found <= NEGLIGIBLE:
         return "equal", f"{found:.1e}"
-    (nudged,) = pool.run(train, 1, name, head, 1, NUDGE)
+    (nudged,) = pool.run(fit, 1, case_of(name, head, nudge=NUDGE).on_single_device())
     by_rounding = difference(alone, nudged)
     verdict = "equal" if found <= LIKE_A_NUDGE * by_rounding else "differs"
     return verdict, f"{found:.1e}, nudged {by_rounding:.1e}"
