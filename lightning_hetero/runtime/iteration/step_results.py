@@ -171,19 +171,29 @@ class StepGradients:
         self._config = config
         self._late = LateNumbers(device)
 
-    def take(self, sums: Mapping[str, Tensor], unused: set[str]) -> None:
-        """Keep the summed gradients of an iteration; `unused` parameters have none."""
-        self.unused = unused
-        self.by_name = {name: item for name, item in sums.items() if name not in unused}
+    def finish(
+        self,
+        sums: Mapping[str, Tensor] | None,
+        unused: set[str],
+        reported: Tensor,
+        losses: LossScale,
+        batch: str,
+    ) -> Tensor | None:
+        """Keep and scale an iteration's summed gradients, if there are any; return the loss.
 
-    def finish(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
-        """Finish an iteration: scale the gradients, check that they are finite, return the loss.
+        `unused` parameters have no gradients. `reported` are the sums of all ranks, `batch` names
+        the batch in error messages.
 
         Raises:
             StepError: Gradients aren't finite.
         """
+        if sums is None:
+            return None
+        totals = reported[:, :NUM_TOTALS]
         loss, scale = loss_and_scale(totals, is_sum=losses.is_sum, unit=losses.unit)
         owned = self._store.owned_device
+        self.unused = unused
+        self.by_name = {name: item for name, item in sums.items() if name not in unused}
         if self.by_name:
             torch._foreach_mul_([*self.by_name.values()], scale.to(owned) / self.loss_scale)
         self.by_name, self.are_finite = self._store.as_masters(self.by_name), True

@@ -240,7 +240,8 @@ class ComputeWeights:
                 self.shards[name] = weight
             else:
                 self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
-        store.frozen.keep_only(self.shards)
+        held = store.frozen.held.items()
+        store.frozen.held = {name: item for name, item in held if name in self.shards}
         self._cut = {
             name: shard
             for name, shard in self.shards.items()
