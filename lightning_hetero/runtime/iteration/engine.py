@@ -293,9 +293,6 @@ class Engine:
         """Check the last iteration's sums, which arrive one iteration late on an accelerator.
 
         Called by all ranks together.
-
-        Raises:
-            StepError: The sums break the contract; see `LateNumbers`.
         """
         self.gradients.settle()
 
@@ -315,9 +312,6 @@ class Engine:
         """Run another plan from the next iteration on; called by every rank with the same plan.
 
         No optimizer state moves: slices stay with their owners.
-
-        Raises:
-            PlanError, ModelError: See `PlanSwitch.check`.
         """
         if plan != self.plan:
             self.buffers.share()

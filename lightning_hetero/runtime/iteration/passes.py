@@ -108,11 +108,7 @@ class StagePasses:
         clock: ComputeClock,
         after_action: Callable[[], None],
     ) -> None:
-        """Run the actions of the schedule, and call `after_action` after each.
-
-        Raises:
-            StepError, ModelError: The step or the model does something that a stage can't do.
-        """
+        """Run the actions of the schedule, and call `after_action` after each."""
         for index, chunk in self._chunks.items():
             chunk.link.begin(schedule.held_by(index), schedule.held_by(index - 1))
             self._expect_activations(chunk, 0)

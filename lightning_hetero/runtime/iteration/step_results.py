@@ -183,9 +183,6 @@ class StepGradients:
 
         `unused` parameters have no gradients. `reported` are the sums of all ranks, `batch` names
         the batch in error messages.
-
-        Raises:
-            StepError: Gradients aren't finite.
         """
         if sums is None:
             return None

@@ -78,11 +78,7 @@ def profile_seats(
 def cached_profile(
     model: ModelSpec, options: ProfileOptions, *, device_name: str, device: torch.device
 ) -> Profile:
-    """Return the cached profile of this device; measure it now if there is no valid one.
-
-    Raises:
-        ProfileError: The model can't be measured.
-    """
+    """Return the cached profile of this device; measure it now if there is no valid one."""
     sizes = replace(model, name="").to_dict()
     key = [sizes, repr(options), device_name, torch.get_num_threads(), current_versions()]
     path = cache_folder() / f"{_digest(key)}.json"

@@ -143,11 +143,7 @@ _Timed = Callable[[], tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """The measurements to take.
-
-    Raises:
-        ProfileError: A number is below 1 or nothing is left to measure.
-    """
+    """The measurements to take."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Micro-batches, each as the lengths of its sequences in tokens; several improve the fit."""
@@ -195,9 +191,6 @@ def measure_profile(
         device_name: Name of the device type, as cluster files use it.
         device: Where to measure; bf16 on CUDA, fp32 elsewhere.
         report: Called with a line of text before each measurement.
-
-    Raises:
-        ProfileError: A TP degree doesn't divide the model, or not even one layer fits.
     """
     say = report or (lambda _: None)
     times, memory = [], []
