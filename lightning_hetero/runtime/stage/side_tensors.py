@@ -162,7 +162,7 @@ class SideTensors:
         return tuple(returned)
 
     def explain(self, error: AttributeError, run_here: range) -> None:
-        """Raise StepError for the AttributeError of a step that reads what a layer elsewhere keeps."""
+        """Raise StepError if a step reads what a layer on another stage keeps."""
         for index, parts in enumerate(self._parts):
             if index not in run_here and any(part is error.obj for part in parts):
                 raise StepError(
