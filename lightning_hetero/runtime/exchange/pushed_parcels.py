@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.runtime.exchange.messages import sum_dtype
-from lightning_hetero.runtime.exchange.parcels import Parcel, ParcelUnit, Part, SentRows
+from lightning_hetero.runtime.exchange.parcels import Parcel, ParcelUnit, Part
 from lightning_hetero.runtime.slices.weights import narrow_rows
 
 
@@ -22,7 +22,7 @@ class PushedParcels(ParcelUnit):
     def post(self) -> None:
         """Post the gradients that leave this rank, which must be final; others needn't be."""
         leaving = self.parcels.leaving
-        self._exchange([SentRows([item.destination], self._own_rows(item)) for item in leaving])
+        self._exchange([([item.destination], self._own_rows(item)) for item in leaving])
 
     def _own_rows(self, parcel: Parcel) -> list[Tensor]:
         """Return the rows of this rank's gradients that a parcel takes; zeros without gradient."""

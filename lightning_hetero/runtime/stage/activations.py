@@ -193,13 +193,15 @@ class ActivationLink:
         self._sent_forward.make_room(self._clock)
         is_apart = self._sends_headers_apart
         self.num_sent_bytes = sum(tensor.nbytes for tensor in sent.tensors)
-        headers = self._outbox.messages(_header_of(sent), [] if is_apart else sent.tensors)
+        forms = tuple(map(form_of, sent.tensors))
+        header = Header(forms, tuple(sent.layer_outputs), tuple(sent.forms))
+        messages = self._outbox.messages(header, [] if is_apart else sent.tensors)
         payload = packed(sent.tensors) if is_apart else None
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
             # Several messages share a queue on CPUs only, because gloo has tags.
-            for tag, header in enumerate(headers, start=2 * piece.channel):
-                self._sent_forward.add(header, piece.receiver, first_group, tag)
+            for tag, message in enumerate(messages, start=2 * piece.channel):
+                self._sent_forward.add(message, piece.receiver, first_group, tag)
             if payload is not None:
                 self._sent_forward.add(_cut(payload, piece), piece.receiver, self._edge(piece))
 
@@ -314,11 +316,6 @@ class _Sends:
 def _cut(part: Tensor, piece: SentPiece) -> Tensor:
     """Return a receiver's piece of a message."""
     return part if piece.count == 1 else part[slice(*piece.bounds(part.numel()))]
-
-
-def _header_of(sent: Handover) -> Header:
-    forms = tuple(map(form_of, sent.tensors))
-    return Header(forms, tuple(sent.layer_outputs), tuple(sent.forms))
 
 
 _NUM_MEASURED = 3
