@@ -242,7 +242,7 @@ class Engine:
             self.logs.recording(is_last=running.is_last),
             running.weights,
         ):
-            running.start_pull()
+            running.pull.start(needed=(-1, running.plan.num_layers))  # Those outside the layers.
             yield
 
     def _check_split(

@@ -107,10 +107,6 @@ class RunningPlan:
         """Splits backward passes into gradients of inputs and of this rank's weights."""
         return LayerSplitter({shard: name for name, shard in self.weights.shards.items()})
 
-    def start_pull(self) -> None:
-        """Start the pull of all weights, and wait for those outside the layers."""
-        self.pull.start(needed=(-1, self.plan.num_layers))
-
     def finish_exchange(self, *, is_training: bool) -> dict[str, Tensor] | None:
         """Wait for all of the iteration's messages; return the slices' summed gradients, if any."""
         self.pull.finish()

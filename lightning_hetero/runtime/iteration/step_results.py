@@ -193,7 +193,8 @@ class StepGradients:
         self.by_name = {name: item for name, item in sums.items() if name not in unused}
         if self.by_name:
             torch._foreach_mul_([*self.by_name.values()], scale.to(owned) / self.loss_scale)
-        self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
+        masters, self.are_finite = self._store.masters, True
+        self.by_name = {name: i.to(masters[name].dtype) for name, i in self.by_name.items()}
         # Before the optimizer's step the host must know whether to skip it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss

@@ -195,7 +195,9 @@ def measure_profile(
     say = report or (lambda _: None)
     times, memory = [], []
     for tp_degree in options.tp_degrees:
-        shard = ModelShard(model, tp_degree, _largest_block(model, options), device)
+        largest = min(options.max_block, model.num_layers)
+        largest = 1 << (largest.bit_length() - 1)
+        shard = ModelShard(model, tp_degree, largest, device)
         for lengths in options.microbatches:
             say(f"TP {tp_degree}, micro-batch {list(lengths)}")
             times.append(_measure_times(shard, lengths, options))
@@ -342,8 +344,3 @@ def _now_s(device: torch.device) -> float:
         # One thread's own time: other processes of the host don't count.
         return time.thread_time()
     return time.perf_counter()
-
-
-def _largest_block(model: ModelSpec, options: ProfileOptions) -> int:
-    largest = min(options.max_block, model.num_layers)
-    return 1 << (largest.bit_length() - 1)

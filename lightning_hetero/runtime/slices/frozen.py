@@ -160,10 +160,6 @@ class FrozenWeights:
             intervals, weight = self.held[spec.name]
             weight.data.copy_(self.rows(spec, intervals))
 
-    def opaque(self) -> dict[str, nn.Parameter]:
-        """Return weights that only their modules can use; unread ones have no values."""
-        return {name: r.like for name, r in self.sources.items() if isinstance(r, Opaque)}
-
     def thaw(self, spec: ParameterSpec, intervals: Sequence[Interval]) -> Tensor:
         """Return the rows that this rank keeps of a weight that has owners from now on.
 

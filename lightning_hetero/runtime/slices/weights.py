@@ -187,12 +187,6 @@ class SliceStore:
             self._stubs[name] = _make_stub(self.specs[name], kind, self.device)
         return self._stubs[name]
 
-    def as_masters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors, by name of their parameters, in the dtypes of their masters."""
-        masters = self.masters
-        others = [n for n, item in tensors.items() if item.dtype is not masters[n].dtype]
-        return tensors | {name: tensors[name].to(masters[name].dtype) for name in others}
-
     def follow_freezing(self) -> bool:
         """Update the specs of parameters that were frozen or thawed; return whether any were."""
         changed = [
