@@ -170,8 +170,7 @@ class ParcelUnit:
 
     def _take(self, parcel: Parcel, like: Sequence[Tensor]) -> list[Tensor]:
         """Return an arrived parcel's parts, in the shapes of `like`, and free its buffer."""
-        line = self._arrived.pop(parcel.source)
-        return list(_unflatten_dense_tensors(line, like))  # type: ignore[no-untyped-call]
+        return split_line(self._arrived.pop(parcel.source), like)
 
     def _wait_for_arrivals(self) -> None:
         if not self.parcels.arriving:
@@ -187,6 +186,11 @@ class ParcelUnit:
             work.wait()
         self._receives, self._sends, self._sent = [], [], []
         self._arrived.clear()
+
+
+def split_line(line: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a line's elements, shaped like some tensors."""
+    return list(_unflatten_dense_tensors(line, like))  # type: ignore[no-untyped-call]
 
 
 class PulledParcels(ParcelUnit):
