@@ -125,7 +125,7 @@ class Unknown(Tensor):
         raise ModelError(f"{user} {self.origin.what}. {self.origin.remedy}")
 
     tolist = _refusing("tolist needs")
-    numpy = _refusing("numpy needs")  # type: ignore[assignment]
+    numpy = _refusing("numpy needs")
     __array__ = _refusing("NumPy needs")
     __reduce_ex__ = _refusing("Saving needs")
 

@@ -242,8 +242,7 @@ class PlanSwitch:
         Raises:
             PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
                 which the module wasn't prepared.
-                ModelError: It has stages or recomputes layers, but the module's layers don't allow
-                    that.
+            ModelError: It has stages or recomputes layers, but the module's layers don't allow it.
         """
         plan.check_world_size(self._comms.world_size)
         plan.check_num_layers(self._store.layout.num_layers)

@@ -55,14 +55,8 @@ class StepResults:
     For each micro-batch `keep` is called if the step ran to its end, or `drop` if it was left at
     the end of its stage.
 
-    Args:
-        module: The user's LightningModule.
-        logs: Records what steps log.
-        device: Where losses are summed.
-        scale: How losses count.
-        is_training: Whether steps return losses.
-        factor: Loss scale of fp16, by which gradients are multiplied so that small ones don't
-            vanish.
+    `factor` is the loss scale of fp16, by which gradients are multiplied so that small ones don't
+    vanish.
     """
 
     def __init__(
@@ -100,10 +94,9 @@ class StepResults:
     def keep(self, output: Any, microbatch: Any) -> tuple[list[Tensor], Tensor]:
         """Keep what a step that has run to its end returned, logged and appended.
 
-        Returns:
-                The loss, and the gradient with which its backward begins. Outside of training there
-                    is no loss. A micro-batch without targets has none either: its loss may be NaN,
-                    and 0 * NaN is NaN.
+        Returns the loss, and the gradient with which its backward begins. Outside of training there
+        is no loss. A micro-batch without targets has none either: its loss may be NaN, and 0 * NaN
+        is NaN.
 
         Raises:
             StepError: The step returned no loss.
