@@ -61,7 +61,7 @@ class PushedParcels(ParcelUnit):
             sizes = [shard.numel() for shard in shards]
             found[id(parcel)] = None
             if sum(sizes) <= _SMALL_NUMEL:
-                numbers = torch.arange(sum(sizes), device=self.store.device).split(sizes)
+                numbers = torch.split(torch.arange(sum(sizes), device=self.store.device), sizes)
                 like = map(Tensor.view_as, numbers, shards)
                 rows = [item.reshape(-1) for item in self._narrowed(parcel, like)]
                 found[id(parcel)] = torch.cat(rows)
