@@ -80,11 +80,8 @@ class ModelShard:
 
 
 def _check_degree(model: ModelSpec, tp_degree: int) -> None:
-    sizes = {
-        "heads": model.num_heads,
-        "intermediate_size": model.intermediate_size,
-    }
-    for what, size in sizes.items():
+    sizes = ("heads", model.num_heads), ("intermediate_size", model.intermediate_size)
+    for what, size in sizes:
         if size % tp_degree:
             raise ProfileError(
                 f"TP degree {tp_degree} doesn't divide the {size} {what} of {model.name}. Choose "
