@@ -24,7 +24,7 @@ import pickle
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.texts import parse_json, show
 from lightning_hetero.straggler.bocd import BocdDetector
-from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
+from lightning_hetero.straggler.events import Event, IterationEvent
 
 _FEWEST = 2
 _LEAST_CORRELATION = 0.95
@@ -98,7 +98,7 @@ def find_changes(times_s: Sequence[float]) -> list[Event]:
     for step, time_s in enumerate(times_s):
         events.append(IterationEvent(step=step, iteration_s=time_s))
         if (change := detector.update(time_s)) is not None:
-            events.append(ChangeEvent(**vars(change), where="the job"))
+            events.append(replace(change, where="the job"))
     return events
 
 
