@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -34,10 +34,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
-from lightning_hetero.strategy.run import Ranks, note, run_of
-
-if TYPE_CHECKING:
-    from lightning_hetero.strategy.run import SavesSlices
+from lightning_hetero.strategy.run import Ranks, Run, note, run_of
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +120,7 @@ class ElasticRestart(Callback):
         self._between: SigtermNotice | None = None
         """Notes a SIGTERM between the end of a fit and the start of training in the next fit."""
         self._watcher: NoticeWatcher | None = None
-        self._checkpoint: SavesSlices | None = None
+        self._run = Run()
         self._global_rank = 0
         self._is_first_of_node = True
         self._is_excluded = False
@@ -134,7 +131,7 @@ class ElasticRestart(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        run = run_of(trainer)
+        self._run = run = run_of(trainer)
         run.join(run.restarters, self)
         self._global_rank = trainer.global_rank
         self._is_first_of_node = trainer.local_rank == 0
@@ -149,13 +146,12 @@ class ElasticRestart(Callback):
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        found = run_of(trainer).checkpoints
-        if len(found) != 1:
+        count = len(self._run.checkpoints)
+        if count != 1:
             raise ConfigurationError(
                 f"ElasticRestart needs one LayerwiseCheckpoint among the callbacks; there are "
-                f"{len(found)}. Give the Trainer one."
+                f"{count}. Give the Trainer one."
             )
-        self._checkpoint = found[0]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -220,9 +216,10 @@ class ElasticRestart(Callback):
 
     def _save(self, trainer: pl.Trainer, leaving: Collection[int]) -> SavedCheckpoint:
         """Save the step, with copies of what leaving ranks have."""
-        assert self._checkpoint is not None
-        node_of_rank = self._checkpoint.node_of_rank
-        return self._checkpoint.save(trainer, leaving={node_of_rank[rank] for rank in leaving})
+        node_of_rank = self._run.checkpoints[0].node_of_rank
+        return self._run.checkpoints[0].save(
+            trainer, leaving={node_of_rank[rank] for rank in leaving}
+        )
 
     @property
     def is_leaving(self) -> bool:
@@ -241,8 +238,7 @@ class ElasticRestart(Callback):
 
         0 if nobody would start the processes again.
         """
-        assert self._checkpoint is not None
-        nodes = self._checkpoint.node_of_rank
+        nodes = self._run.checkpoints[0].node_of_rank
         gone = {nodes[rank] for rank in exclude}
         return sum(node not in gone for node in nodes) if is_torchelastic_launched() else 0
 
@@ -252,9 +248,8 @@ class ElasticRestart(Callback):
         Called by every rank with the same `exclude`. torchrun restarts the others, if it has its
         least number of nodes.
         """
-        assert self._checkpoint is not None
         rank_zero_info(f"ElasticRestart: {reason}.")
-        nodes = self._checkpoint.node_of_rank
+        nodes = self._run.checkpoints[0].node_of_rank
         self._is_excluded = nodes[self._global_rank] in {nodes[rank] for rank in exclude}
 
     def _stop_in_place(self, trainer: pl.Trainer, told_to_leave: Collection[int]) -> None:
@@ -262,8 +257,7 @@ class ElasticRestart(Callback):
 
         Saves only if the ranks that stay don't have all rows; all leave if these couldn't go on.
         """
-        assert self._checkpoint is not None
-        ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
+        ranks, nodes = Ranks(run_of(trainer).control), self._run.checkpoints[0].node_of_rank
         rows = ranks.gather((self.is_leaving, self._loses_machine))
         lost_nodes = {node for node, row in zip(nodes, rows, strict=True) if row[1]}
         told = {rank for rank, row in enumerate(rows) if row[0]}
@@ -272,7 +266,7 @@ class ElasticRestart(Callback):
             rank_zero_info("Not going on in place, because %s.", why)
             self._leave(trainer, leaving)
             return
-        if not all(ranks.gather(self._checkpoint.can_go_on_live(trainer, leaving))):
+        if not all(ranks.gather(self._run.checkpoints[0].can_go_on_live(trainer, leaving))):
             saved = self._save(trainer, told_to_leave)
             errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
             if errors and not leaving:
@@ -323,8 +317,7 @@ class ElasticRestart(Callback):
         self, trainer: pl.Trainer, saved: SavedCheckpoint, start_s: float
     ) -> frozenset[int]:
         """Wait, as all ranks do, until none needs to; return the ranks that were told to leave."""
-        assert self._checkpoint is not None
-        ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
+        ranks, nodes = Ranks(run_of(trainer).control), self._run.checkpoints[0].node_of_rank
         settled_s = min(_SETTLE_S, self._drain_timeout_s)
         while True:
             waits = _is_uploading(saved)

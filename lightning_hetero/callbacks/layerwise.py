@@ -335,7 +335,7 @@ class LayerwiseCheckpoint(Checkpoint):
         return self._live.can_go_on(trainer, leaving)
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Keep the last step's state in memory before anything is torn down; see `SavesSlices`."""
+        """Keep the state of the last step of a generation that has ended; return whether it is."""
         return self._live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:

@@ -100,7 +100,7 @@ class StragglerMonitor(Callback):
             may_replace = planned is not None or self.replaces_given_plan
             config = replace(config, replaces_plan=may_replace)
         else:
-            run = PlainRun(trainer, known.restarters)
+            run = PlainRun(trainer, known)
             if trainer.world_size > 1:
                 made = dist.new_group(backend="gloo")
                 assert isinstance(made, dist.ProcessGroup)

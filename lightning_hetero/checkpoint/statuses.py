@@ -5,10 +5,8 @@ key that contains all. So no rank waits in a collective. A rank with slow storag
 later, and increases a common counter as long as its work makes progress. A wait ends with an error
 when
 
-- the counter hasn't changed for too long,
-- the run's failure detection reports that a rank is gone, or
-- the process of a rank has ended. A wait for keys doesn't notice this, since no connection breaks.
-  So each rank that waits checks once a second whether the next rank's server accepts connections.
+- the counter hasn't changed for too long, or
+- the run's failure detection reports that a rank is gone.
 
 Keys are reused, so the store doesn't grow. The bytes of files don't travel through the store but
 directly between ranks (`serving`).
@@ -26,12 +24,10 @@ from typing import Any, TypeVar
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
-from lightning_hetero.checkpoint.serving import Address, FileServer, Probe, Readable
+from lightning_hetero.checkpoint.serving import Address, FileServer, Readable
 from lightning_hetero.core.errors import CheckpointError, PeerError
 from lightning_hetero.core.process import Deadline, Progress
 
-_LOOK_AGAIN_S = 1.0
-"""Seconds between two checks of a rank's server."""
 _T = TypeVar("_T")
 
 
@@ -76,7 +72,6 @@ class Peers:
         self._is_over = is_over
         self._round = 0
         self._branches = itertools.count()
-        self._next_rank = Probe(host)
 
     def branch(self, *, timeout_s: float, progress: Progress) -> "Peers":
         """Return an object for another thread; all ranks call it in the same order.
@@ -96,8 +91,6 @@ class Peers:
         if self.world_size == 1:
             return None
         self.server.stores.update(stores)
-        with self._naming() as keys:
-            keys.set(f"checkpoint/address {self.global_rank}", json.dumps(self.server.address))
         return self.server.address
 
     def close(self) -> None:
@@ -187,16 +180,9 @@ class Peers:
         """Wait until a counter has come to `count`."""
         assert self._keys is not None
         deadline, beats, pause_s = Deadline(limit_s), -1, 0.001
-        look = Deadline(_LOOK_AGAIN_S)
         while self._keys.add(self._name(name), 0) < count:
             if self._is_over():
                 raise PeerError(f"Rank {self.global_rank} lost another rank.")
-            if look.is_over:
-                gone = self._find_gone()
-                # After the last answer that is needed here, its process may have ended normally.
-                if gone is not None and self._keys.add(self._name(name), 0) < count:
-                    raise PeerError(f"The process of rank {gone} has ended. See its own log.")
-                look = Deadline(_LOOK_AGAIN_S)
             if beats != (beats := self._keys.add(self._name("beats"), 0)):
                 deadline.renew()
                 self.progress.tick()
@@ -207,24 +193,7 @@ class Peers:
                     "they are only slow, allow more time (timeout)."
                 )
             time.sleep(pause_s)
-            pause_s = min(2.0 * pause_s, 0.05 * _LOOK_AGAIN_S)
-
-    def _find_gone(self) -> int | None:
-        """Return a rank whose process has ended; None if no rank has found one.
-
-        Each rank checks the next one, and tells all others through the store.
-        """
-        assert self._keys is not None
-        following = (self.global_rank + 1) % self.world_size
-        key = f"checkpoint/address {following}"
-        # Rank 0 is still needed after its own answer: it collects those of all ranks.
-        is_awaited = following == 0 or self._value_of(following)[0] < self._round
-        if is_awaited and self._keys.check([key]):
-            address: Address = json.loads(self._keys.get(key))
-            if self._next_rank.has_ended(address):
-                self._keys.set(self._name("gone"), str(following))
-        told = self._keys.check([self._name("gone")])
-        return int(self._keys.get(self._name("gone"))) if told else None
+            pause_s = min(2.0 * pause_s, 0.05)
 
     def _missing(self) -> list[int]:
         """Return the ranks that haven't answered in this round."""

@@ -1,8 +1,7 @@
 """The run: where its strategy, its callbacks and its ranks find each other."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -15,43 +14,10 @@ from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.runtime.ranks.communicators import Communicators, Rows
 
 if TYPE_CHECKING:
-    from lightning_hetero.checkpoint import SavedCheckpoint
+    from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, RunLog
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
 _T = TypeVar("_T")
-
-
-class KeepsLog(Protocol):
-    """The part of `RunLog` that other callbacks and the strategy use."""
-
-    def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
-        """Append an event."""
-
-    def file(self, trainer: pl.Trainer) -> Path:
-        """Return the path of the log of a Trainer's run."""
-
-
-class SavesSlices(Protocol):
-    """The part of `LayerwiseCheckpoint` that other callbacks and the strategy use."""
-
-    saved: "SavedCheckpoint | None"
-
-    @property
-    def node_of_rank(self) -> tuple[str, ...]:
-        """Name of each rank's node."""
-
-    def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> "SavedCheckpoint":
-        """Save the step that has ended, and copy the parts of nodes that leave to others."""
-
-    def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether this rank has the last step's state, and ranks not `leaving` all its rows."""
-
-    def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Keep the state of the last step of generation `generation`, which has ended, in memory.
-
-        Returns:
-            Whether anything is kept.
-        """
 
 
 class RestoredState(Protocol):
@@ -65,19 +31,6 @@ class RestoredState(Protocol):
 
     def load_optimizers(self) -> None:
         """Put the optimizers' state, and averages of weights, in place."""
-
-
-class RestartsRun(Protocol):
-    """The part of `ElasticRestart` that other callbacks and the strategy use."""
-
-    def end_step(self, trainer: pl.Trainer) -> bool:
-        """End a step after which ranks leave or join; return whether it needn't be saved again."""
-
-    def num_left(self, exclude: Sequence[int]) -> int:
-        """Return how many ranks a restart without the machines of `exclude` would have."""
-
-    def request_restart(self, reason: str, *, exclude: Sequence[int]) -> None:
-        """Save and end all processes; those on machines of ranks in `exclude` don't come back."""
 
 
 @runtime_checkable
@@ -103,29 +56,21 @@ class Run:
 
     def __init__(self, strategy: "HeteroStrategy | None" = None) -> None:
         self.strategy = strategy
-        self.logs: list[KeepsLog] = []
+        self.logs: list[RunLog] = []
         """Callbacks that log events."""
-        self.checkpoints: list[SavesSlices] = []
+        self.checkpoints: list[LayerwiseCheckpoint] = []
         """Callbacks that save slices."""
-        self.restarters: list[RestartsRun] = []
+        self.restarters: list[ElasticRestart] = []
         """Callbacks that can restart the run without some of its machines."""
         self.trained_at_first: dict[str, bool] | None = None
         """Whether each parameter trained when the first fit began; None before that."""
-        self._has_joiners = True
+        self.has_joiners = True
+        """Whether ranks have joined since the last generation, which may not reach the stores."""
 
     @property
     def control(self) -> dist.ProcessGroup | None:
         """The group of small messages between all ranks; None for one rank, or without plans."""
         return None if self.strategy is None else self.strategy.engine.comms.control
-
-    @property
-    def has_joiners(self) -> bool:
-        """Whether ranks have joined since the last generation, which may not reach the stores."""
-        return self._has_joiners
-
-    def note_generation(self, *, has_joiners: bool) -> None:
-        """Note that a generation follows another one in place."""
-        self._has_joiners = has_joiners
 
     @staticmethod
     def join(members: list[_T], member: _T) -> None:

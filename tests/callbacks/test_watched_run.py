@@ -9,6 +9,7 @@ from lightning_hetero.callbacks import ElasticRestart, elastic
 from lightning_hetero.callbacks.watching.watched_run import PlainRun
 from lightning_hetero.straggler import DecisionKind, Finding, FindingKind, Mitigation
 from lightning_hetero.straggler.mitigation import Decision
+from lightning_hetero.strategy.run import Run
 
 SLOW = [Finding(kind=FindingKind.DEVICE, ranks=(3,), ratio=5.0)]
 LINKS = [Finding(kind=FindingKind.LINK, ranks=ranks, ratio=5.0) for ranks in ((0, 3), (3, 5))]
@@ -17,11 +18,13 @@ NODES = (0, 0, 1, 1, 2, 2)
 
 def run_of(rank: int, nodes: tuple[int, ...] = NODES) -> tuple[ElasticRestart, PlainRun]:
     callback = ElasticRestart()
-    callback._checkpoint = SimpleNamespace(node_of_rank=nodes)
+    callback._run.checkpoints = [SimpleNamespace(node_of_rank=nodes)]
     callback._global_rank = rank
     strategy = SimpleNamespace(root_device=torch.device("cpu"))
     trainer = SimpleNamespace(strategy=strategy, world_size=len(NODES))
-    return callback, PlainRun(trainer, [callback])
+    run = Run()
+    run.restarters = [callback]
+    return callback, PlainRun(trainer, run)
 
 
 @pytest.mark.parametrize("findings", [SLOW, LINKS], ids=["device", "two links of one rank"])

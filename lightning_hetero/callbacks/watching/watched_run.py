@@ -21,7 +21,7 @@ from lightning_hetero.straggler.mitigation import (
 from lightning_hetero.straggler.paces import RankReport
 from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPrediction
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.strategy.run import RestartsRun
+from lightning_hetero.strategy.run import Run
 
 _BUCKET_BYTES = 25 * 2**20
 _EQUAL_DEVICES = 1.15
@@ -33,13 +33,13 @@ class PlainRun:
 
     Args:
         trainer: The run's Trainer.
-        restarters: Callbacks that can restart it; the first one is used.
+        run: Its callbacks, of which one may restart it.
     """
 
-    def __init__(self, trainer: pl.Trainer, restarters: Sequence[RestartsRun]) -> None:
+    def __init__(self, trainer: pl.Trainer, run: Run) -> None:
         self.device = trainer.strategy.root_device
         self._world_size = trainer.world_size
-        self._restarter = restarters[0] if restarters else None
+        self._restarter = next(iter(run.restarters), None)
 
     @property
     def message_bytes(self) -> int:
@@ -91,7 +91,7 @@ class HeteroRun(PlainRun):
     """A run under `HeteroStrategy`, whose plan may change."""
 
     def __init__(self, trainer: pl.Trainer, strategy: HeteroStrategy) -> None:
-        super().__init__(trainer, strategy.run.restarters)
+        super().__init__(trainer, strategy.run)
         self._trainer = trainer
         self._strategy = strategy
         self._wanted = strategy.plan
