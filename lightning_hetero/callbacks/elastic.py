@@ -34,7 +34,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
-from lightning_hetero.strategy.run import Ranks, Run, note, run_of
+from lightning_hetero.strategy.run import Run, note, run_of
 
 _log = logging.getLogger(__name__)
 
@@ -257,8 +257,8 @@ class ElasticRestart(Callback):
 
         Saves only if the ranks that stay don't have all rows; all leave if these couldn't go on.
         """
-        ranks, nodes = Ranks(run_of(trainer).control), self._run.checkpoints[0].node_of_rank
-        rows = ranks.gather((self.is_leaving, self._loses_machine))
+        comms, nodes = self._run.comms, self._run.checkpoints[0].node_of_rank
+        rows = comms.gather_objects((self.is_leaving, self._loses_machine))
         lost_nodes = {node for node, row in zip(nodes, rows, strict=True) if row[1]}
         told = {rank for rank, row in enumerate(rows) if row[0]}
         leaving = frozenset(r for r, node in enumerate(nodes) if r in told or node in lost_nodes)
@@ -266,9 +266,11 @@ class ElasticRestart(Callback):
             rank_zero_info("Not going on in place, because %s.", why)
             self._leave(trainer, leaving)
             return
-        if not all(ranks.gather(self._run.checkpoints[0].can_go_on_live(trainer, leaving))):
+        if not all(comms.gather_objects(self._run.checkpoints[0].can_go_on_live(trainer, leaving))):
             saved = self._save(trainer, told_to_leave)
-            errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
+            errors = [
+                error for error in comms.gather_objects(self._confirm(saved)) if error is not None
+            ]
             if errors and not leaving:
                 self._lets_in_at_s = time.monotonic() + 2 * self._drain_timeout_s
                 rank_zero_warn(f"Joiners wait, since {saved.id} isn't safe: {errors[0]}")
@@ -317,11 +319,11 @@ class ElasticRestart(Callback):
         self, trainer: pl.Trainer, saved: SavedCheckpoint, start_s: float
     ) -> frozenset[int]:
         """Wait, as all ranks do, until none needs to; return the ranks that were told to leave."""
-        ranks, nodes = Ranks(run_of(trainer).control), self._run.checkpoints[0].node_of_rank
+        comms, nodes = self._run.comms, self._run.checkpoints[0].node_of_rank
         settled_s = min(_SETTLE_S, self._drain_timeout_s)
         while True:
             waits = _is_uploading(saved)
-            rows = ranks.gather((waits, self.is_leaving, time.monotonic() - start_s))
+            rows = comms.gather_objects((waits, self.is_leaving, time.monotonic() - start_s))
             told = frozenset(rank for rank, row in enumerate(rows) if row[1])
             nobody_stays = {nodes[rank] for rank in told} == set(nodes)
             longest_s = self._drain_timeout_s if nobody_stays else settled_s

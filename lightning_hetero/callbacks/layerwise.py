@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
@@ -20,7 +20,7 @@ from torch.distributed import is_torchelastic_launched
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.access import Leases, peers_of, probe
+from lightning_hetero.callbacks.checkpointing.access import peers_of, probe, take_leases
 from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import (
@@ -50,6 +50,9 @@ from lightning_hetero.checkpoint.store import local_folder
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.failure import AgreedExit
 from lightning_hetero.strategy.run import note, run_of
+
+if TYPE_CHECKING:
+    from lightning_hetero.checkpoint.claims import Lease
 
 
 class LayerwiseCheckpoint(Checkpoint):
@@ -139,7 +142,7 @@ class LayerwiseCheckpoint(Checkpoint):
         self._resume = resume
         self.node_of_rank: tuple[str, ...] = ()
         """Name of each rank's node, from the start of fitting."""
-        self._leases: Leases | None = None
+        self._leases: list[Lease] = []
         self._writer: CheckpointWriter | None = None
         self._peers = Peers()
         self._start = CheckpointId(0)
@@ -178,8 +181,9 @@ class LayerwiseCheckpoint(Checkpoint):
         live = self._live.recover(needs, self._peers) if goes_on else None
         why_not_live = live if isinstance(live, str) else None
         is_first = trainer.local_rank == 0
-        self._leases = Leases(self.places, self._peers, is_first_of_node=is_first)
-        tiers = self._leases.take(tidies=not goes_on)
+        tiers, self._leases = take_leases(
+            self.places, self._peers, is_first_of_node=is_first, tidies=not goes_on
+        )
         recovery = Recovery(
             tiers,
             node=self.places.node,
@@ -291,8 +295,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     def _save(self, trainer: pl.Trainer, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
         assert self._writer is not None
-        assert self._leases is not None
-        self._leases.raise_if_lost()
+        self._raise_if_lost()
         owned = OwnedState(trainer)
         id_ = replace(self._start, step=trainer.global_step)
         content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
@@ -300,6 +303,10 @@ class LayerwiseCheckpoint(Checkpoint):
         self._last_step = trainer.global_step
         note(trainer, "checkpoint", complete=self._writer.complete_steps)
         return self.saved
+
+    def _raise_if_lost(self) -> None:
+        for lease in self._leases:
+            lease.raise_if_lost()
 
     def _wait_for_snapshot(self) -> None:
         if self.saved is not None:
@@ -309,8 +316,8 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._writer is not None and self._leases is not None:
-            self._leases.raise_if_lost()
+        if self._writer is not None:
+            self._raise_if_lost()
             # Raises unless a lasting place has the newest checkpoint; shared memory then keeps it.
             self._writer.close()
             note(trainer, "checkpoint", complete=self._writer.complete_steps)
@@ -349,11 +356,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self.saved = self._found = None
 
     def _let_go(self, *, goes_on: bool = False) -> None:
-        writer, leases, self._writer, self._leases = self._writer, self._leases, None, None
+        writer, leases, self._writer, self._leases = self._writer, self._leases, None, []
         if writer is not None:
             writer.leave()
-        if leases is not None:
-            leases.release(goes_on=goes_on)
+        for lease in leases:
+            lease.release(goes_on=goes_on)
         self.node_of_rank = ()
         self._peers.close()
 

@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from lightning_hetero.core.event_log import append_event, read_entries
 from lightning_hetero.runtime.ranks.failure import AgreedExit
-from lightning_hetero.strategy.run import Ranks, note, run_of
+from lightning_hetero.strategy.run import note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
@@ -93,7 +93,7 @@ class RunLog(Callback):
         run = run_of(trainer)
         plans = () if run.strategy is None else run.strategy.candidate_plans
         self._plan, self._plans, self._num_changes = None, list(plans), 0
-        self.nodes = tuple(Ranks(run.control).gather(self.node))
+        self.nodes = tuple(run.comms.gather_objects(self.node))
         note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
 
     @override

@@ -36,7 +36,7 @@ from lightning_hetero.models.batches import sample_lengths
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.strategy.run import Ranks, note, run_of
+from lightning_hetero.strategy.run import note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.model_spec import ModelSpec
@@ -119,7 +119,7 @@ class RunMetrics(Callback):
                 total.checkpoint_stall_s = checkpoint.saved.stall_s
         if strategy.memory is not None:
             total.memory_bytes, total.predicted_bytes = strategy.memory.in_use()
-        rows = Ranks(strategy.run.control).to_leader(astuple(total))
+        rows = strategy.run.comms.to_leader(astuple(total))
         if not len(rows):
             return
         sums = [_Sums(*row) for row in rows.tolist()]

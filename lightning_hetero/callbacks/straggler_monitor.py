@@ -29,10 +29,11 @@ from lightning_hetero.callbacks.watching.step_times import StepTimes
 from lightning_hetero.callbacks.watching.watched_run import HeteroRun, PlainRun
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import append_event
+from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.straggler import Event, IterationEvent, Mitigation, PolicyConfig
 from lightning_hetero.straggler.events import to_entry
 from lightning_hetero.straggler.watch import WatchConfig
-from lightning_hetero.strategy.run import Ranks, note, run_of
+from lightning_hetero.strategy.run import note, run_of
 
 
 class StragglerMonitor(Callback):
@@ -92,7 +93,7 @@ class StragglerMonitor(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         known = run_of(trainer)
-        group, config = known.control, self.config
+        comms, config = known.comms, self.config
         if known.strategy is not None:
             run: PlainRun = HeteroRun(trainer, known.strategy)
             planned = known.strategy.auto_planned
@@ -102,9 +103,10 @@ class StragglerMonitor(Callback):
         else:
             run = PlainRun(trainer, known)
             if trainer.world_size > 1:
-                made = dist.new_group(backend="gloo")
-                assert isinstance(made, dist.ProcessGroup)
-                group = made
+                group = dist.new_group(backend="gloo")
+                assert isinstance(group, dist.ProcessGroup)
+                rank, size = trainer.global_rank, trainer.world_size
+                comms = Communicators(global_rank=rank, world_size=size, control=group)
         if self.events is not None and trainer.is_global_zero:
             path = (Path(trainer.default_root_dir) / self.events).absolute()
             self._shares_log = any(
@@ -113,7 +115,7 @@ class StragglerMonitor(Callback):
             self._path = None if self._shares_log else path
         self._session = StragglerSession(
             run,
-            Ranks(group),
+            comms,
             config,
             report=partial(self._report, trainer),
             say=rank_zero_info,

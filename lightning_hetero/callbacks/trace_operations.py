@@ -24,7 +24,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sample_lengths
 from lightning_hetero.runtime.clock import ActionTime, IterationTimes
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.strategy.run import Ranks, run_of
+from lightning_hetero.strategy.run import run_of
 
 _NAMES = {
     ActionKind.FORWARD: "forward-compute",
@@ -98,14 +98,14 @@ class TraceOperations(Callback):
                 "lightning_hetero.straggler.record()."
             )
         self._now = self._ended = None
-        folder, group = Path(trainer.default_root_dir) / self.folder, run_of(trainer).control
+        folder, comms = Path(trainer.default_root_dir) / self.folder, run_of(trainer).comms
         folder.mkdir(parents=True, exist_ok=True)
-        hosts = Ranks(group).gather(socket.gethostname())
+        hosts = comms.gather_objects(socket.gethostname())
         if trainer.is_global_zero:
             layout = yaml.safe_dump(_layout(trainer.strategy.plan, hosts), sort_keys=False)
             (folder / "layout.yaml").write_text(layout)
-        if group is not None:
-            dist.barrier(group)
+        if comms.control is not None:
+            dist.barrier(comms.control)
         self._anchor_s = time.perf_counter()
 
     @override

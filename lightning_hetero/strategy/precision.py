@@ -11,13 +11,12 @@ once.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -78,14 +77,18 @@ class HeteroPrecision(Precision):
             )
         self.precision = precision
         self.compute_dtype, self.master_dtype = _DTYPES[precision]
-        if precision == "16-mixed":
-            scaler = scaler or GradScaler("cpu")
+        self._plain = Precision()
+        """Lightning's own plugin: contexts of steps, and dtypes of what enters them."""
+        if precision in ("bf16-true", "16-true"):
+            self._plain = HalfPrecision(precision)
+        elif precision in ("bf16-mixed", "16-mixed"):
+            self._plain = MixedPrecision(precision, "cpu", scaler)
+            scaler = self._plain.scaler
         self.scaler: dict[str, Any] | None = None if scaler is None else scaler.state_dict()
         """The state of a `GradScaler`, updated here; None if losses aren't scaled."""
         self._has_overflow = False
         """Whether gradients have overflowed on any rank since the optimizer's last step."""
         self._gradients: Gradients | None = None
-        self._device_type = "cpu"
 
     @classmethod
     def of(cls, plugin: Precision) -> "HeteroPrecision":
@@ -95,7 +98,9 @@ class HeteroPrecision(Precision):
 
     def connect_gradients(self, gradients: Gradients, device: torch.device) -> None:
         """Set the gradients and the device of a run; called by the strategy's `setup`."""
-        self._gradients, self._device_type = gradients, device.type
+        self._gradients = gradients
+        if isinstance(self._plain, MixedPrecision):
+            self._plain.device = device.type
 
     @property
     def loss_scale(self) -> float:
@@ -138,15 +143,7 @@ class HeteroPrecision(Precision):
 
         With "bf16-mixed" they stay as they are: targets would lose precision in bf16.
         """
-        return apply_to_collection(data, Tensor, self._converted) if self._is_half else data
-
-    @property
-    def _is_half(self) -> bool:
-        """Whether all weights, buffers and activations are in 16 bits."""
-        return self.precision in ("bf16-true", "16-true")
-
-    def _converted(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+        return self._plain.convert_input(data)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -154,28 +151,14 @@ class HeteroPrecision(Precision):
 
         Weights are converted where slices are made of them.
         """
-        if self._is_half:
-            for part in module.modules():
-                held = {name: item for name, item in part._buffers.items() if item is not None}
-                part._buffers.update({name: self._converted(item) for name, item in held.items()})
+        for part in module.modules():
+            part._buffers.update(self.convert_input(dict(part._buffers)))
         return module
 
     @override
-    @contextmanager
-    def forward_context(self) -> Iterator[None]:
-        """Context of a step, as in Lightning: autocast, or bf16 for new tensors."""
-        if self.precision.endswith("-mixed"):
-            with torch.autocast(self._device_type, self.compute_dtype):
-                yield
-        elif self._is_half:
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(self.compute_dtype)
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(before)
-        else:
-            yield
+    def forward_context(self) -> AbstractContextManager[None]:
+        """Return the context of a step: autocast, or 16 bits for new tensors."""
+        return self._plain.forward_context()
 
     @contextmanager
     def explain_dtypes(self) -> Iterator[None]:

@@ -1,17 +1,13 @@
 """The run: where its strategy, its callbacks and its ranks find each other."""
 
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 
-from lightning_hetero.core.arrays import FloatArray
-from lightning_hetero.runtime.ranks.communicators import Communicators, Rows
+from lightning_hetero.runtime.ranks.communicators import Communicators
 
 if TYPE_CHECKING:
     from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, RunLog
@@ -68,9 +64,11 @@ class Run:
         """Whether ranks have joined since the last generation, which may not reach the stores."""
 
     @property
-    def control(self) -> dist.ProcessGroup | None:
-        """The group of small messages between all ranks; None for one rank, or without plans."""
-        return None if self.strategy is None else self.strategy.engine.comms.control
+    def comms(self) -> Communicators:
+        """Small messages between all ranks; under strategies without plans, only this one."""
+        if self.strategy is None:
+            return Communicators(global_rank=0, world_size=1)
+        return self.strategy.engine.comms
 
     @staticmethod
     def join(members: list[_T], member: _T) -> None:
@@ -94,46 +92,3 @@ def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
     if trainer.is_global_zero:
         for log in run_of(trainer).logs:
             log.write(trainer, event, **fields)
-
-
-class Ranks:
-    """The ranks of a run and their small messages, on CPU.
-
-    Args:
-        group: A gloo group of all ranks; None if there is only one.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.global_rank = 0 if group is None else dist.get_rank(group)
-        self._comms = Communicators(
-            global_rank=self.global_rank, world_size=self.world_size, control=group
-        )
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank decides."""
-        return self.global_rank == 0
-
-    def to_leader(self, row: Sequence[float]) -> FloatArray:
-        """Return every rank's row on the leader, (num_ranks, length); no rows elsewhere."""
-        rows = Rows(torch.tensor(row, dtype=torch.float64), self._group).on_rank_0()
-        found: FloatArray = (rows if self.leads else rows[:0]).numpy()
-        return found
-
-    def from_leader(self, numbers: Sequence[int]) -> list[int]:
-        """Return the leader's numbers. Other ranks pass as many, which are ignored."""
-        values = torch.tensor(numbers, dtype=torch.int64)
-        if self._group is not None:
-            dist.broadcast(values, 0, self._group)
-        found: list[int] = values.tolist()
-        return found
-
-    def gather(self, value: _T) -> list[_T]:
-        """Return every rank's value."""
-        return self._comms.gather_objects(value)
-
-    def share(self, value: _T) -> _T:
-        """Return the leader's value."""
-        return self._comms.on_rank_0(lambda: value)

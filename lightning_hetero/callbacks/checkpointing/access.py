@@ -19,65 +19,47 @@ from lightning_hetero.strategy.run import run_of
 _log = logging.getLogger(__name__)
 
 
-class Leases:
-    """One rank's leases of the places that it maintains for all ranks of its node.
+def take_leases(
+    places: Places, peers: Peers, *, is_first_of_node: bool, tidies: bool = True
+) -> tuple[list[Tier], list[Lease]]:
+    """Take the leases of the places that this rank maintains; return the node's tiers, and those.
+
+    Every rank calls it. Communicates.
 
     Args:
         places: This node's places.
         peers: All ranks.
         is_first_of_node: Whether this rank maintains its node's places for all ranks of the node.
+        tidies: Whether to remove files of earlier runs; once per start, as it may take long.
+
+    Raises:
+        CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
     """
+    leases: list[Lease] = []
 
-    def __init__(self, places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
-        self._places = places
-        self._peers = peers
-        self._is_first_of_node = is_first_of_node
-        self._leases: list[Lease] = []
+    def take(progress: Progress) -> list[Tier]:
+        own_memory = places.memory_dir
+        if is_first_of_node and tidies and own_memory is not None:
+            for folder in free_memory(spared=own_memory):
+                _log.warning("Freed shared memory in %s, which an old run had left.", folder)
+        tiers = places.tiers()
+        for tier in tiers:
+            is_own = tier.is_maintained_by(peers.global_rank, is_first_of_node=is_first_of_node)
+            if is_own and tier.kind is not TierKind.MEMORY:
+                progress.refuse_if_late()
+                leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
+                leases[-1].take()
+        return tiers
 
-    def take(self, *, tidies: bool = True) -> list[Tier]:
-        """Take the leases, and return the node's tiers; every rank calls it. Communicates.
-
-        Args:
-            tidies: Whether to remove files of earlier runs; once per start, as it may take long.
-
-        Raises:
-            CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
-        """
-
-        def take(progress: Progress) -> list[Tier]:
-            own_memory = self._places.memory_dir
-            if self._is_first_of_node and tidies and own_memory is not None:
-                for folder in free_memory(spared=own_memory):
-                    _log.warning("Freed shared memory in %s, which an old run had left.", folder)
-            tiers = self._places.tiers()
-            for tier in tiers:
-                is_own = tier.is_maintained_by(
-                    self._peers.global_rank, is_first_of_node=self._is_first_of_node
-                )
-                if is_own and tier.kind is not TierKind.MEMORY:
-                    progress.refuse_if_late()
-                    self._leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
-                    self._leases[-1].take()
-            return tiers
-
-        # Other ranks wait while one checks whether the owner of a lease is alive, or while storage
-        # is slow.
-        try:
-            taking, _ = self._peers.do(take)
-        except BaseException:
-            self.release()
-            raise
-        return taking.result()
-
-    def raise_if_lost(self) -> None:
-        """Raise OccupiedError if another job has taken over a place."""
-        for lease in self._leases:
-            lease.raise_if_lost()
-
-    def release(self, *, goes_on: bool = False) -> None:
-        """Let other jobs write; or, if the run goes on, only its next generation."""
-        for lease in self._leases:
-            lease.release(goes_on=goes_on)
+    # Other ranks wait while one checks whether the owner of a lease is alive, or while storage is
+    # slow.
+    try:
+        taking, _ = peers.do(take)
+    except BaseException:
+        for lease in leases:
+            lease.release()
+        raise
+    return taking.result(), leases
 
 
 def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
