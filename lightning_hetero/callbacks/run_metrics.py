@@ -23,7 +23,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -41,9 +40,6 @@ from lightning_hetero.strategy.run import note, run_of
 if TYPE_CHECKING:
     from lightning_hetero.core.model_spec import ModelSpec
 
-_Memory = Sequence[tuple[float, float]]
-"""For each rank its bytes in use, and those that were predicted."""
-
 
 class RunMetrics(Callback):
     """Log throughput, MFU, bubbles, imbalance and stalls every `log_every_n_steps` steps.
@@ -59,7 +55,6 @@ class RunMetrics(Callback):
 
     def __init__(self) -> None:
         self._total = _Sums()
-        self._memory: _Memory = ()
         self._step = 0
         self._start_s = 0.0
         self._spec: ModelSpec | None = None
@@ -129,12 +124,7 @@ class RunMetrics(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
         memory = [(row.memory_bytes, row.predicted_bytes) for row in sums]
-        entry: dict[str, object] = {"scalars": scalars}
-        # A log mustn't grow by a number for each rank in every row: the page of a run has bars of
-        # the newest, which hardly change.
-        if _differ(memory, self._memory):
-            self._memory = entry["memory"] = memory
-        note(trainer, "metrics", **entry)
+        note(trainer, "metrics", scalars=scalars, memory=memory)
 
 
 @dataclass
@@ -175,13 +165,6 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
     if all(peaks):
         scalars["run/mfu"] = sum(row.flops for row in rows) / wall_s / sum(peaks)
     return scalars
-
-
-def _differ(memory: _Memory, before: _Memory) -> bool:
-    """Return whether a rank's bytes have changed by a tenth, or the number of ranks has."""
-    pairs = zip(chain(*memory), chain(*before), strict=False)
-    changed = (abs(now - then) > 0.1 * max(now, then) for now, then in pairs)
-    return len(memory) != len(before) or any(changed)
 
 
 def _strategy_of(trainer: pl.Trainer) -> HeteroStrategy:

@@ -342,7 +342,7 @@ class HeteroStrategy(HookedStrategy):
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
         self._slices.show_whole_in_summaries(self._trainer.callbacks)
-        self.precision_plugin.connect_gradients(self, self.root_device)
+        self.precision_plugin.connect(self)
         if trains:
             self.setup_optimizers(trainer)
             recovers = self._slices.awaits_recovery

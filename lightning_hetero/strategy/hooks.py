@@ -24,12 +24,12 @@ from lightning_hetero.runtime.slices.rows import HookedSlices
 from lightning_hetero.strategy.connected import ConnectedStrategy
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
-from lightning_hetero.strategy.run import RestoredState
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
 from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained, sees_early
 
 if TYPE_CHECKING:
     from lightning_hetero.autoplan.out_of_memory import MemoryWatch
+    from lightning_hetero.callbacks.checkpointing.training_state import Restored
     from lightning_hetero.data.dealer import Dealer
 
 _T = TypeVar("_T")
@@ -60,7 +60,7 @@ class HookedStrategy(ConnectedStrategy):
         """Whether some hook reads parameters or gradients between `training_step` and `backward`,
         so that it must get this rank's slices then."""
         self._num_changes = 0
-        self._restored: RestoredState | None = None
+        self._restored: Restored | None = None
         """The state that Lightning restores next, in place of a checkpoint file."""
         self._dealer: Dealer | None = None
         """Deals samples out to ranks; set by `setup`."""
@@ -200,7 +200,7 @@ class HookedStrategy(ConnectedStrategy):
         return explained(watching, self.memory, explain_dtypes, trains=trains)
 
     def deposit_gradients(self) -> None:
-        """Move the iteration's gradients into the slices; see `precision.Gradients`."""
+        """Move the iteration's gradients into the slices; called by the precision plugin."""
         self.precision_plugin.note_gradients(are_finite=self.engine.gradients.are_finite)
         number = self._trainer.accumulate_grad_batches
         are_first = self._trainer.fit_loop.batch_idx % number == 0
@@ -276,7 +276,7 @@ class HookedStrategy(ConnectedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._slices.optimizer_state(optimizer)
 
-    def restore_from(self, restored: RestoredState) -> None:
+    def restore_from(self, restored: "Restored") -> None:
         """Let Lightning restore a state that has this rank's slices; called after `setup`."""
         self._restored = restored
 

@@ -30,11 +30,11 @@ from lightning_hetero.runtime.generation.keeper import JOIN, KEPT, joiner_variab
 from lightning_hetero.runtime.setup.layout import find_layers
 from lightning_hetero.runtime.stage.rehearsal import rehearse
 from lightning_hetero.strategy.generations import Generations
-from lightning_hetero.strategy.run import OutlivesRanks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightning_hetero.callbacks import ElasticRestart
     from lightning_hetero.strategy.hooks import HookedStrategy
     from lightning_hetero.strategy.processes import StartMethod
 
@@ -194,7 +194,7 @@ def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
             layer.forward = before
 
 
-def _rule_of(trainer: "pl.Trainer | None") -> OutlivesRanks | None:
+def _rule_of(trainer: "pl.Trainer | None") -> "ElasticRestart | None":
+    """Return the callback by which ranks outlive others, if there is one."""
     callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-    rules = (item for item in callbacks if isinstance(item, OutlivesRanks) and item.in_place)
-    return next(rules, None)
+    return next((item for item in callbacks if getattr(item, "in_place", False)), None)

@@ -12,7 +12,7 @@ once.
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -25,7 +25,9 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    from lightning_hetero.strategy.hooks import HookedStrategy
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
@@ -42,19 +44,6 @@ _REASONS = {
     "transformer-engine": "its modules aren't supported",
     "transformer-engine-float16": "its modules aren't supported",
 }
-
-
-class Gradients(Protocol):
-    """What the precision plugin needs of the strategy."""
-
-    def deposit_gradients(self) -> None:
-        """Move the iteration's gradients into the slices."""
-
-    def norm_of_gradients(self, parameters: "Iterable[Tensor]") -> Tensor:
-        """Return the norm of parameters' gradients over all ranks; collective."""
-
-    def begin_change(self) -> None:
-        """Note that an optimizer is about to change the slices, without waiting for other ranks."""
 
 
 class HeteroPrecision(Precision):
@@ -88,7 +77,7 @@ class HeteroPrecision(Precision):
         """The state of a `GradScaler`, updated here; None if losses aren't scaled."""
         self._has_overflow = False
         """Whether gradients have overflowed on any rank since the optimizer's last step."""
-        self._gradients: Gradients | None = None
+        self._strategy: HookedStrategy | None = None
 
     @classmethod
     def of(cls, plugin: Precision) -> "HeteroPrecision":
@@ -96,11 +85,11 @@ class HeteroPrecision(Precision):
         name: Any = plugin.precision
         return plugin if isinstance(plugin, cls) else cls(name, getattr(plugin, "scaler", None))
 
-    def connect_gradients(self, gradients: Gradients, device: torch.device) -> None:
-        """Set the gradients and the device of a run; called by the strategy's `setup`."""
-        self._gradients = gradients
+    def connect(self, strategy: "HookedStrategy") -> None:
+        """Set the strategy of a run; called by its `setup`."""
+        self._strategy = strategy
         if isinstance(self._plain, MixedPrecision):
-            self._plain.device = device.type
+            self._plain.device = strategy.root_device.type
 
     @property
     def loss_scale(self) -> float:
@@ -182,8 +171,8 @@ class HeteroPrecision(Precision):
         # Ranks wait for each other in hooks and in clipping, but not in the optimizer's step
         # itself.
         super()._after_closure(model, optimizer)
-        if self._gradients is not None:
-            self._gradients.begin_change()
+        if self._strategy is not None:
+            self._strategy.begin_change()
 
     @override
     def backward(  # type: ignore[override]
@@ -194,14 +183,14 @@ class HeteroPrecision(Precision):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        assert self._gradients is not None
-        self._gradients.deposit_gradients()
+        assert self._strategy is not None
+        self._strategy.deposit_gradients()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self._gradients is not None
+        assert self._strategy is not None
         parameters = list(self.main_params(optimizer))
-        norm = self._gradients.norm_of_gradients(parameters)
+        norm = self._strategy.norm_of_gradients(parameters)
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:

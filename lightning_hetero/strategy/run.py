@@ -1,7 +1,6 @@
 """The run: where its strategy, its callbacks and its ranks find each other."""
 
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
@@ -14,31 +13,6 @@ if TYPE_CHECKING:
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
 _T = TypeVar("_T")
-
-
-class RestoredState(Protocol):
-    """A recovered state, of which this rank has its slices."""
-
-    checkpoint: dict[str, Any]
-    """The rest of the state, under Lightning's names for the entries of a checkpoint."""
-
-    def load_weights(self) -> None:
-        """Put weights and buffers into the module."""
-
-    def load_optimizers(self) -> None:
-        """Put the optimizers' state, and averages of weights, in place."""
-
-
-@runtime_checkable
-class OutlivesRanks(Protocol):
-    """The options of `ElasticRestart` that are read before the processes connect."""
-
-    in_place: bool
-    """Whether to go on without lost ranks in the same processes."""
-    heartbeat_timeout: timedelta
-    """How long a rank may then show no heartbeat before it counts as lost."""
-    replace_lost: bool
-    """Whether a joiner is started on the device of a lost process."""
 
 
 class Run:

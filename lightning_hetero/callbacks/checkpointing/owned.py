@@ -109,15 +109,14 @@ class OwnedState:
         self.optimizers: Sequence[Optimizer] = trainer.optimizers
         self._averages = tuple(model.module for model in average_models(trainer))
 
-    def contents(self) -> tuple[SliceContent, ...]:
-        """Return the slices to save; their tensors are the originals, not copies."""
+    def contents(self, *, with_standbys: bool = False) -> tuple[SliceContent, ...]:
+        """Return the slices to save, or all that are kept; their tensors are the originals."""
         with torch._C.DisableTorchFunctionSubclass():  # Plain tensors, not those that hooks get.
-            return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
-
-    def kept_contents(self) -> tuple[SliceContent, ...]:
-        """Return the slices that this rank keeps, as owner or standby."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return tuple(self._content(item, *rows) for item in self.slices for rows in item.kept)
+            return tuple(
+                self._content(item, *rows)
+                for item in self.slices
+                for rows in (item.kept if with_standbys else item.owned)
+            )
 
     def needs(self) -> list[SliceNeed]:
         """Return the slices to recover: those kept here, and shares of weights without owners."""

@@ -45,7 +45,7 @@ def content_of(
         global_rank=trainer.global_rank,
         world_size=trainer.world_size,
         num_layers=owned.num_layers,
-        slices=owned.kept_contents() if with_standbys else owned.contents(),
+        slices=owned.contents(with_standbys=with_standbys),
         metadata=metadata,
         rank_metadata=RandomState.now().to_dict(),
         plan=owned.plan,
@@ -131,7 +131,7 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
         # Averages are recovered with the slices, not from their callback's entries.
         warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
     strategy, connector = run_of(trainer).strategy, trainer._checkpoint_connector
-    restored = _Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
+    restored = Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
     connector._loaded_checkpoint = checkpoint
     if strategy is None:
         _refit_optimizers(trainer, checkpoint["callbacks"])
@@ -164,8 +164,8 @@ def _restore_modules(trainer: pl.Trainer) -> None:
     connector.restore_callbacks()
 
 
-class _Restored:
-    """A recovered state; see `strategy.run.RestoredState`."""
+class Restored:
+    """A recovered state, of which this rank has its slices; Lightning restores it."""
 
     def __init__(
         self,
