@@ -120,7 +120,8 @@ class ElasticRestart(Callback):
         self._between: SigtermNotice | None = None
         """Notes a SIGTERM between the end of a fit and the start of training in the next fit."""
         self._watcher: NoticeWatcher | None = None
-        self._run = Run()
+        self._run: Run
+        """The run; from `setup` on."""
         self._global_rank = 0
         self._is_first_of_node = True
         self._is_excluded = False
@@ -137,11 +138,18 @@ class ElasticRestart(Callback):
         self._is_first_of_node = trainer.local_rank == 0
         if self.in_place:
             if stage == "fit":
-                _check_in_place(trainer)
+                self._check_in_place(trainer)
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank_zero_warn(
                 "Nodes can't come and go: torchrun would send restarted processes to the store of "
                 "the first start. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts."
+            )
+
+    def _check_in_place(self, trainer: pl.Trainer) -> None:
+        if trainer.world_size > 1 and not self._run.strategy.processes.outlives_ranks:
+            raise ConfigurationError(
+                "ElasticRestart(in_place=True) needs processes that run a script again, started by "
+                "torchrun, by hand or by HeteroStrategy(start_method='popen'). Leave in_place out."
             )
 
     @override
@@ -155,10 +163,8 @@ class ElasticRestart(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Until now Lightning handled SIGTERM, or the strategy in its place.
-        strategy = run_of(trainer).strategy
-        was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
-        self._sigterm = self._hear_sigterm(told=was_told)
+        # Until now the strategy handled SIGTERM.
+        self._sigterm = self._hear_sigterm(told=self._run.strategy.engine.is_leaving)
         if self._notices and trainer.local_rank == 0:
             self._watcher = NoticeWatcher(self._notices)
             self._watcher.start()
@@ -168,11 +174,8 @@ class ElasticRestart(Callback):
         change, self._change = self._change, None
         if change is not None:
             raise change
-        strategy = run_of(trainer).strategy
-        if strategy is not None:
-            strategy.engine.tell(
-                is_leaving=self.is_leaving, sees_joiners=self._sees_joiners(trainer)
-            )
+        engine = self._run.strategy.engine
+        engine.tell(is_leaving=self.is_leaving, sees_joiners=self._sees_joiners(trainer))
 
     def _sees_joiners(self, trainer: pl.Trainer) -> bool:
         """On rank 0, whether joiners wait that may join after this step.
@@ -180,8 +183,7 @@ class ElasticRestart(Callback):
         Not after an epoch's last step: a checkpoint from before the epoch's end lacks what that end
         changes. One step later they may, even if that step also ends an epoch.
         """
-        strategy = run_of(trainer).strategy
-        members = None if strategy is None else strategy.processes.membership
+        members = self._run.strategy.processes.membership
         waits = trainer.is_global_zero and members is not None and members.look_for_joiners()
         self._holds_back = waits and not self._holds_back and is_epoch_ending(trainer)
         return waits and not self._holds_back and time.monotonic() >= self._lets_in_at_s
@@ -201,17 +203,13 @@ class ElasticRestart(Callback):
         Returns:
             Whether the step was saved, or needn't be.
         """
-        strategy = run_of(trainer).strategy
-        if strategy is None:
-            leaving, has_joiners = frozenset({0} if self.is_leaving else ()), False
-        else:
-            leaving, has_joiners = strategy.engine.leaving, strategy.engine.has_joiners
-        if not leaving and not has_joiners:
+        engine = self._run.strategy.engine
+        if not engine.leaving and not engine.has_joiners:
             return False
         if self.in_place:
-            self._stop_in_place(trainer, leaving)
+            self._stop_in_place(trainer, engine.leaving)
         else:
-            self._leave(trainer, leaving)
+            self._leave(trainer, engine.leaving)
         return True
 
     def _save(self, trainer: pl.Trainer, leaving: Collection[int]) -> SavedCheckpoint:
@@ -282,8 +280,7 @@ class ElasticRestart(Callback):
 
     def _why_all_leave(self, trainer: pl.Trainer, leaving: Collection[int]) -> str | None:
         """Return why the others couldn't go on without the leaving ranks; None if they can."""
-        strategy = run_of(trainer).strategy
-        membership = None if strategy is None else strategy.processes.membership
+        membership = self._run.strategy.processes.membership
         if membership is None or len(leaving) == trainer.world_size:
             return "nobody would be left"
         return "the store goes with its node" if membership.loses_store(leaving) else None
@@ -361,21 +358,6 @@ class ElasticRestart(Callback):
     def _stop_watching(self) -> None:
         if self._watcher is not None:
             self._watcher.stop()
-
-
-def _check_in_place(trainer: pl.Trainer) -> None:
-    """Raise ConfigurationError if the run's ranks can't go on in place."""
-    strategy = run_of(trainer).strategy
-    if strategy is None:
-        raise ConfigurationError(
-            f"ElasticRestart(in_place=True) needs HeteroStrategy; this is "
-            f"{type(trainer.strategy).__name__}. Leave in_place out."
-        )
-    if trainer.world_size > 1 and not strategy.processes.outlives_ranks:
-        raise ConfigurationError(
-            "ElasticRestart(in_place=True) needs processes that run a script again, started by "
-            "torchrun, by hand or by HeteroStrategy(start_method='popen'). Leave in_place out."
-        )
 
 
 def _is_uploading(saved: SavedCheckpoint) -> bool:

@@ -60,8 +60,8 @@ class LayerwiseCheckpoint(Checkpoint):
 
     `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
     has; a `ckpt_path` is read at the first start only. To start anew, delete the folders on all
-    nodes. Only one job at a time may use them. The callback works under `HeteroStrategy`, also if
-    the run is resumed under another plan, and on a single device.
+    nodes. Only one job at a time may use them. The callback needs `HeteroStrategy`, also on one
+    device; a resumed run may have another plan.
 
     ::
 
@@ -239,7 +239,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if found is not None:
             self._report(trainer)
             go_on(trainer, found.recovered)
-        elif strategy is not None and strategy.processes.outlives_ranks:
+        elif strategy.processes.outlives_ranks:
             # Save at once: before the first checkpoint, the state of a lost rank couldn't be
             # recovered.
             self._live.note_step(trainer)
@@ -373,5 +373,4 @@ def _reset_metrics(module: pl.LightningModule) -> None:
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:
-    strategy = run_of(trainer).strategy
-    return strategy is not None and strategy.awaits_recovery
+    return run_of(trainer).strategy.awaits_recovery

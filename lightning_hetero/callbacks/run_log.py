@@ -91,7 +91,7 @@ class RunLog(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run = run_of(trainer)
-        plans = () if run.strategy is None else run.strategy.candidate_plans
+        plans = run.strategy.candidate_plans
         self._plan, self._plans, self._num_changes = None, list(plans), 0
         self.nodes = tuple(run.comms.gather_objects(self.node))
         note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
@@ -100,7 +100,7 @@ class RunLog(Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._note_generation(trainer)
         strategy = run_of(trainer).strategy
-        if strategy is not None and strategy.plan != self._plan:
+        if strategy.plan != self._plan:
             self._plan = strategy.plan
             self._num_changes += 1
             if self._num_changes <= _MOST_CHANGES:

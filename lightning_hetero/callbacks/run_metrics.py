@@ -30,7 +30,6 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_hetero.core.devices import KNOWN_DEVICES
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.models.batches import sample_lengths
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
@@ -48,9 +47,6 @@ class RunMetrics(Callback):
 
         logger = TensorBoardLogger("logs")
         Trainer(strategy=HeteroStrategy(), callbacks=[RunMetrics()], logger=logger)
-
-    Raises:
-        ConfigurationError: In `setup`: the strategy isn't `HeteroStrategy`.
     """
 
     def __init__(self) -> None:
@@ -61,16 +57,8 @@ class RunMetrics(Callback):
         self._peak_flops_per_s = 0.0
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if run_of(trainer).strategy is None:
-            raise ConfigurationError(
-                f"RunMetrics reads HeteroStrategy's clock, but the strategy is "
-                f"{type(trainer.strategy).__name__}. Leave the callback out."
-            )
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = _strategy_of(trainer)
+        strategy = run_of(trainer).strategy
         self._total = _Sums()
         self._step = trainer.global_step
         device = describe_device(strategy.root_device)
@@ -86,7 +74,7 @@ class RunMetrics(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        strategy = _strategy_of(trainer)
+        strategy = run_of(trainer).strategy
         times, place = strategy.engine.clock.last, strategy.engine.place
         data = strategy.datamodule
         total = self._total
@@ -165,9 +153,3 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
     if all(peaks):
         scalars["run/mfu"] = sum(row.flops for row in rows) / wall_s / sum(peaks)
     return scalars
-
-
-def _strategy_of(trainer: pl.Trainer) -> HeteroStrategy:
-    strategy = run_of(trainer).strategy
-    assert strategy is not None, "see `setup`"
-    return strategy

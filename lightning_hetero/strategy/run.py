@@ -1,15 +1,14 @@
 """The run: where its strategy, its callbacks and its ranks find each other."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
-from lightning.pytorch.strategies import Strategy
 
-from lightning_hetero.runtime.ranks.communicators import Communicators
+from lightning_hetero.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, RunLog
+    from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
 _T = TypeVar("_T")
@@ -18,13 +17,11 @@ _T = TypeVar("_T")
 class Run:
     """One run, through which its callbacks find each other: each adds itself in its `setup`.
 
-    It is `HeteroStrategy.run`; under another strategy `run_of` makes one without a `strategy`.
-
     Args:
-        strategy: The strategy, whose plan may change; None under strategies without plans.
+        strategy: The strategy, whose `run` it is.
     """
 
-    def __init__(self, strategy: "HeteroStrategy | None" = None) -> None:
+    def __init__(self, strategy: "HeteroStrategy") -> None:
         self.strategy = strategy
         self.logs: list[RunLog] = []
         """Callbacks that log events."""
@@ -38,10 +35,8 @@ class Run:
         """Whether ranks have joined since the last generation, which may not reach the stores."""
 
     @property
-    def comms(self) -> Communicators:
-        """Small messages between all ranks; under strategies without plans, only this one."""
-        if self.strategy is None:
-            return Communicators(global_rank=0, world_size=1)
+    def comms(self) -> "Communicators":
+        """Small messages between all ranks; available once the strategy has been set up."""
         return self.strategy.engine.comms
 
     @staticmethod
@@ -51,14 +46,20 @@ class Run:
             members.append(member)
 
 
-_OTHERS: WeakKeyDictionary[Strategy, Run] = WeakKeyDictionary()
-"""The runs of strategies that have no `run` of their own."""
-
-
 def run_of(trainer: pl.Trainer) -> Run:
-    """Return the run in which a Trainer's callbacks find each other, under any strategy."""
-    own = getattr(trainer.strategy, "run", None)
-    return own if isinstance(own, Run) else _OTHERS.setdefault(trainer.strategy, Run())
+    """Return the run in which a Trainer's callbacks find each other.
+
+    Raises:
+        ConfigurationError: The strategy isn't `HeteroStrategy`.
+    """
+    run = getattr(trainer.strategy, "run", None)
+    if not isinstance(run, Run):
+        raise ConfigurationError(
+            "Callbacks of lightning_hetero need HeteroStrategy, also on one device; this is "
+            f"{type(trainer.strategy).__name__}. Give the Trainer strategy=HeteroStrategy(), or "
+            "leave them out."
+        )
+    return run
 
 
 def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:

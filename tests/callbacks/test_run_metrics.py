@@ -162,5 +162,5 @@ def test_a_step_of_several_batches_has_one_row_and_ordinary_data_no_stall(pool, 
 
 
 def test_another_strategy_is_refused():
-    with pytest.raises(ConfigurationError, match="Leave the callback out"):
-        RunMetrics().setup(L.Trainer(**quiet(devices=1)), Module(3), "fit")
+    with pytest.raises(ConfigurationError, match="or leave them out"):
+        RunMetrics().on_train_start(L.Trainer(**quiet(devices=1)), Module(3))

@@ -80,10 +80,9 @@ def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
 
 def peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
     """Return the ranks of this fit; after losses this rank may be the only one."""
-    strategy = run_of(trainer).strategy
-    if strategy is None or trainer.world_size == 1:
+    if trainer.world_size == 1:
         return Peers(timeout_s=timeout_s)
-    processes = strategy.processes
+    processes = run_of(trainer).strategy.processes
     store, host = processes.open_store("checkpoints")
     return Peers(
         store,

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from lightning_hetero.callbacks.watching.watched_run import PlainRun
+from lightning_hetero.callbacks.watching.watched_run import WatchedRun
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.straggler import DecisionKind, Event, Finding, Mitigation
@@ -45,7 +45,7 @@ class StragglerSession:
 
     def __init__(
         self,
-        run: PlainRun,
+        run: WatchedRun,
         comms: Communicators,
         config: WatchConfig,
         *,
@@ -86,7 +86,7 @@ class StragglerSession:
                 those of their types when plans are changed.
         """
         clock, device = self._run.clock, self._run.device
-        within = None if clock is None else clock.probing()
+        within = clock.probing()
         copies_s = dict(enumerate(self._comms.gather_objects(probe_memory(device, within=within))))
         types = self._comms.gather_objects(describe_device(device).name)
         slow = slow_of_their_kind(copies_s, self._healthy, types, least_ratio=least_ratio)
@@ -169,12 +169,11 @@ class StragglerSession:
         clock, device = self._run.clock, self._run.device
         device_s: dict[int, float] = {}
         if devices and self._comms.world_size > 1:
-            within = None if clock is None else clock.probing()
-            own_s = probe_device(device, size=self._matmul_size, within=within)
+            own_s = probe_device(device, size=self._matmul_size, within=clock.probing())
             device_s = dict(enumerate(self._comms.gather_objects(own_s)))
         link_s: dict[Pair, float] = {}
         if rounds:
-            wait_for = None if clock is None else clock.wait_for
+            wait_for = clock.wait_for
             link_s = probe_links(rounds, device, num_bytes=self._link_bytes, wait_for=wait_for)
         return Probes(
             device_s=device_s, link_s=link_s, link_bytes=self._link_bytes, hosts=self._hosts
