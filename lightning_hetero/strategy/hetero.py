@@ -48,6 +48,7 @@ from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.setup.undo import undone_if_it_fails
 from lightning_hetero.runtime.slices.early_optimizers import name_parameters, take_over
+from lightning_hetero.runtime.slices.step_trial import check_steps
 from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.strategy.engine_options import EngineOptions
@@ -347,7 +348,7 @@ class HeteroStrategy(HookedStrategy):
             self.setup_optimizers(trainer)
             recovers = self._slices.awaits_recovery
             take_over(self.optimizers, self.engine.store, recovers=recovers)
-            self._slices.check_optimizers(self.optimizers)
+            check_steps(self.optimizers, self.engine.store, self.engine.comms)
         self.setup_precision_plugin()
         if trains:
             _optimizers_to_device(self.optimizers, self.engine.store.owned_device)

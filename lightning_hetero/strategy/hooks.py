@@ -21,6 +21,7 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.rows import HookedSlices
+from lightning_hetero.runtime.slices.state import load_module_state, scatter_optimizer_state
 from lightning_hetero.strategy.connected import ConnectedStrategy
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
@@ -59,7 +60,8 @@ class HookedStrategy(ConnectedStrategy):
         self._shows_early = False
         """Whether some hook reads parameters or gradients between `training_step` and `backward`,
         so that it must get this rank's slices then."""
-        self._num_changes = 0
+        self.num_changes = 0
+        """How often an optimizer has begun to change the slices."""
         self._restored: Restored | None = None
         """The state that Lightning restores next, in place of a checkpoint file."""
         self._dealer: Dealer | None = None
@@ -213,12 +215,7 @@ class HookedStrategy(ConnectedStrategy):
     def begin_change(self) -> None:
         """Note that an optimizer is about to change the slices."""
         self.hooked_slices.leave()
-        self._num_changes += 1
-
-    @property
-    def num_changes(self) -> int:
-        """How often an optimizer has begun to change the slices."""
-        return self._num_changes
+        self.num_changes += 1
 
     @override
     def optimizer_step(
@@ -239,7 +236,10 @@ class HookedStrategy(ConnectedStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        self._slices.share_buffers()
+        self.engine.buffers.share()
+        # Callbacks such as weight averaging may swap weights in before validation, and out after
+        # it.
+        self.engine.mark_weights_stale()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -296,7 +296,9 @@ class HookedStrategy(ConnectedStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._restored is None:
-            self._slices.load_module(self._module, checkpoint["state_dict"], strict=strict)
+            state = checkpoint["state_dict"]
+            load_module_state(self.engine.store, self._module, state, strict=strict)
+            self.engine.mark_weights_stale()
         else:
             self._restored.load_weights()
             self._slices.note_recovery()
@@ -305,7 +307,10 @@ class HookedStrategy(ConnectedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._slices.refit_finetuning(self._trainer)
         if self._restored is None:
-            self._slices.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
+            states = checkpoint["optimizer_states"]
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                if optimizer.param_groups:
+                    scatter_optimizer_state(self.engine.store, optimizer, state)
         else:
             self._restored.load_optimizers()
         _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
