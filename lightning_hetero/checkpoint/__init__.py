@@ -15,7 +15,7 @@ from lightning_hetero.checkpoint.content import (
     SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.fetching import Recovered, RecoveryReport
+from lightning_hetero.checkpoint.fetching import Recovered
 from lightning_hetero.checkpoint.from_files import Recovery
 from lightning_hetero.checkpoint.inspection import export_checkpoint
 from lightning_hetero.checkpoint.manifest import CheckpointId
@@ -56,7 +56,6 @@ __all__ = [
     "PreemptionNotice",
     "Recovered",
     "Recovery",
-    "RecoveryReport",
     "RestoredSlice",
     "RetryingStore",
     "SavedCheckpoint",

@@ -229,7 +229,7 @@ def report_recovery(
     recovered, begins = found.recovered, [*phases.values(), time.time()]
     spans = zip(phases, pairwise(begins), strict=True)
     seconds = {name: end - begin for name, (begin, end) in spans}
-    own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
+    own = [[int(source), count] for source, count in recovered.bytes_by_source.items()]
     rows = peers.gather({"bytes": own, "finished": places.last_finished()})
     sources: Counter[Source] = Counter()
     for row in rows:
@@ -247,7 +247,7 @@ def report_recovery(
         lost = f" {lost_steps} steps lost;"
     took = ", ".join(f"{value:.2f} s to {name}" for name, value in seconds.items())
     rank_zero_info(
-        f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)};{lost} "
+        f"LayerwiseCheckpoint: {replace(recovered, bytes_by_source=sources)};{lost} "
         f"{took}; {trainer.world_size} ranks, {recovered.world_size} had saved it."
     )
     note(
