@@ -343,7 +343,7 @@ class HeteroStrategy(HookedStrategy):
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
         self._slices.show_whole_in_summaries(self._trainer.callbacks)
-        self.precision_plugin.connect(self)
+        self.precision_plugin.connect_strategy(self)
         if trains:
             self.setup_optimizers(trainer)
             recovers = self._slices.awaits_recovery

@@ -85,7 +85,7 @@ class HeteroPrecision(Precision):
         name: Any = plugin.precision
         return plugin if isinstance(plugin, cls) else cls(name, getattr(plugin, "scaler", None))
 
-    def connect(self, strategy: "HookedStrategy") -> None:
+    def connect_strategy(self, strategy: "HookedStrategy") -> None:
         """Set the strategy of a run; called by its `setup`."""
         self._strategy = strategy
         if isinstance(self._plain, MixedPrecision):
