@@ -197,4 +197,5 @@ def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
 def _rule_of(trainer: "pl.Trainer | None") -> "ElasticRestart | None":
     """Return the callback by which ranks outlive others, if there is one."""
     callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-    return next((item for item in callbacks if getattr(item, "in_place", False)), None)
+    rules = (item for item in callbacks if hasattr(item, "replace_lost") and item.in_place)
+    return next(rules, None)
