@@ -264,7 +264,7 @@ class ElasticRestart(Callback):
             rank_zero_info("Not going on in place, because %s.", why)
             self._leave(trainer, leaving)
             return
-        if not all(comms.gather_objects(self._run.checkpoints[0].can_go_on_live(trainer, leaving))):
+        if not all(comms.gather_objects(self._run.checkpoints[0].live.can_go_on(trainer, leaving))):
             saved = self._save(trainer, told_to_leave)
             errors = [
                 error for error in comms.gather_objects(self._confirm(saved)) if error is not None

@@ -149,7 +149,8 @@ class LayerwiseCheckpoint(Checkpoint):
         self._last_step = 0
         self._found: Found | None = None
         """The state that is being restored; None once training has started."""
-        self._live = LiveSteps()
+        self.live = LiveSteps()
+        """This rank's record of the last step."""
         self._phases = {"meet": time.time()}
         """When each phase of a start began, in seconds since 1970."""
 
@@ -178,7 +179,7 @@ class LayerwiseCheckpoint(Checkpoint):
         if run.trained_at_first is None:
             run.trained_at_first = owned.trains()
         goes_on, needs = _goes_on(trainer), owned.needs()
-        live = self._live.recover(needs, self._peers) if goes_on else None
+        live = self.live.recover(needs, self._peers) if goes_on else None
         why_not_live = live if isinstance(live, str) else None
         is_first = trainer.local_rank == 0
         tiers, self._leases = take_leases(
@@ -242,7 +243,7 @@ class LayerwiseCheckpoint(Checkpoint):
         elif strategy.processes.outlives_ranks:
             # Save at once: before the first checkpoint, the state of a lost rank couldn't be
             # recovered.
-            self._live.note_step(trainer)
+            self.live.note_step(trainer)
             self._save(trainer)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -255,18 +256,18 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Weight averaging may swap weights now.
         self._wait_for_snapshot()
-        self._live.begin_evaluation(trainer)
+        self.live.begin_evaluation(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._live.begin_epoch(trainer)
+        self.live.begin_epoch(trainer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
-        self._live.note_step(trainer)  # First: from here on ranks wait for each other.
+        self.live.note_step(trainer)  # First: from here on ranks wait for each other.
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         is_saved = False
@@ -328,22 +329,18 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._let_go()  # `on_train_end` isn't called if there was nothing left to train.
-        self._live = LiveSteps()
+        self.live = LiveSteps()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         # Don't wait for unfinished writes: other ranks may be gone, and a restart is due. If this
         # rank leaves alone, the others go on in its folders.
         self._let_go(goes_on=isinstance(exception, AgreedExit) and exception.code == 0)
-        self._live = LiveSteps()
-
-    def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether this rank has the last step's state, and ranks not `leaving` all its rows."""
-        return self._live.can_go_on(trainer, leaving)
+        self.live = LiveSteps()
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
         """Keep the state of the last step of a generation that has ended; return whether it is."""
-        return self._live.keep(trainer, self._start, generation)
+        return self.live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
         """Restart the clock that measures the phases of a start."""

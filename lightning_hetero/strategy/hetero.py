@@ -278,7 +278,7 @@ class HeteroStrategy(HookedStrategy):
         """
         self.engine.plans.check(plan)
         assert self._dealer is not None
-        return self._dealer.change_plan(plan, most_of_ranks=self._processes.most)
+        return self._dealer.change_plan(plan, most_of_ranks=self.processes.most)
 
     def set_candidate_plans(
         self,
@@ -327,7 +327,7 @@ class HeteroStrategy(HookedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._failed = False
-        with self._processes.watching():
+        with self.processes.watching():
             self._set_up(trainer)
 
     def _set_up(self, trainer: pl.Trainer) -> None:
@@ -358,13 +358,13 @@ class HeteroStrategy(HookedStrategy):
         """Take or make the plans, and make the engine, dealer and steps for them; collective."""
         precision = self.precision_plugin
         facts = self.options.gather_facts(
-            self._module, self._processes.comms, self.root_device, precision, self.emulation
+            self._module, self.processes.comms, self.root_device, precision, self.emulation
         )
         request = self._request
         told = facts.comms.gather_objects((torch.initial_seed() % 2**31, self._num_batches))
         if self.awaits_recovery:
             self._num_batches = size_that_stays(number for _, number in told)
-            members = self._processes.membership
+            members = self.processes.membership
             first_ranks = None if members is None else members.first_ranks
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
             request = request.for_survivors(self.world_size, first_ranks)
@@ -374,7 +374,7 @@ class HeteroStrategy(HookedStrategy):
         self.auto_planned = plans.auto
         with undone_if_it_fails(self._module):
             engine = self.options.make_engine(facts, plans, precision, seed=told[0][0])
-        reduce = partial(self._processes.reduce_in_hooks, device=self.root_device)
+        reduce = partial(self.processes.reduce_in_hooks, device=self.root_device)
         self._slices.begin(engine, trains=trains, reduce=reduce)
         self.set_candidate_plans(plans.candidates, plans.costs)
         if not self.awaits_recovery:

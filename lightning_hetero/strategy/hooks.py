@@ -167,7 +167,7 @@ class HookedStrategy(ConnectedStrategy):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
-        members, described = self._processes.membership, self.engine.boundary.first_call
+        members, described = self.processes.membership, self.engine.boundary.first_call
         if members is not None and described and not self.has_trained:
             members.tell_layer_call(described)
         self.has_trained = True
@@ -198,7 +198,7 @@ class HookedStrategy(ConnectedStrategy):
 
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
         assert self.memory is not None
-        watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
+        watching, explain_dtypes = self.processes.watching, self.precision_plugin.explain_dtypes
         return explained(watching, self.memory, explain_dtypes, trains=trains)
 
     def deposit_gradients(self) -> None:
@@ -231,7 +231,7 @@ class HookedStrategy(ConnectedStrategy):
         self._restored = None
         self._shows_early = sees_early(self._module, *self._trainer.callbacks)
         self.has_begun_training = True
-        self._processes.begin_training()
+        self.processes.begin_training()
         self.engine.mark_weights_stale()
 
     @override
@@ -322,7 +322,7 @@ class HookedStrategy(ConnectedStrategy):
         self._failed = True
         if self.memory is not None:
             self.memory.explain(exception)
-        self._processes.fail(exception)
+        self.processes.fail(exception)
 
     def await_recovery(self, trained_at_first: Mapping[str, bool]) -> None:
         """Drop what was set up because a rank is lost; the next `setup` recovers the state.
@@ -343,11 +343,11 @@ class HookedStrategy(ConnectedStrategy):
 
     @override
     def teardown(self) -> None:
-        with self._processes.watching():  # Ranks may gather whole weights.
+        with self.processes.watching():  # Ranks may gather whole weights.
             self._slices.end(self._lightning_module, failed=self._failed)
         module = self._lightning_module
         if not self._failed:
-            self._processes.stop_watching()
+            self.processes.stop_watching()
         elif module is not None and any(parameter.is_meta for parameter in module.parameters()):
             # Lightning moves the module to the CPU. Meta tensors refuse that, which would hide the
             # first error.
@@ -357,4 +357,4 @@ class HookedStrategy(ConnectedStrategy):
         # just were.
         self._slices.leave_stand_ins()
         # Stop watching last: after a failure it also ends waits for a dead rank in this method.
-        self._processes.stop_watching()
+        self.processes.stop_watching()

@@ -95,9 +95,7 @@ class VirtualTime(L.Callback):
         strategy = trainer.strategy
         # A rank that died is named by the strategy, wherever the others wait for it.
         watched = (
-            strategy._processes.watching()
-            if isinstance(strategy, HeteroStrategy)
-            else nullcontext()
+            strategy.processes.watching() if isinstance(strategy, HeteroStrategy) else nullcontext()
         )
         if dist.is_initialized():
             with watched:
