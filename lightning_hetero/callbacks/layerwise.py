@@ -20,14 +20,16 @@ from torch.distributed import is_torchelastic_launched
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.access import peers_of, probe, take_leases
 from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import (
     FinishedStep,
     Found,
     Places,
+    peers_of,
+    probe,
     report_recovery,
+    take_leases,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
     content_of,

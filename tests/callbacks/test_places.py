@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.callbacks.checkpointing.access import take_leases
-from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
+from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, take_leases
 from lightning_hetero.checkpoint import (
     Peers,
     TierKind,
