@@ -315,8 +315,8 @@ class HeteroStrategy(HookedStrategy):
         check = self._request.check_world_size
         self._launcher = launcher_of(self, self._start_method, self.num_nodes, check)
 
-    @override
     def check_before_start(self) -> None:
+        """Refuse what this process alone can see to be wrong; the launcher calls it first."""
         plan, options = self._request.plan, self.options
         if (module := self._lightning_module) is not None:
             given = plan if isinstance(plan, ParallelPlan) else None

@@ -130,9 +130,6 @@ class HookedStrategy(ConnectedStrategy):
         with self._slices.whole_shapes():
             super().setup_optimizers(trainer)
 
-    def check_before_start(self) -> None:
-        """Refuse what this process alone can see to be wrong; the launcher calls it first."""
-
     # -- data and steps -------------------------------------------------------------------------
 
     @property

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_hetero.callbacks import ElasticRestart
-    from lightning_hetero.strategy.hooks import HookedStrategy
+    from lightning_hetero.strategy.hetero import HeteroStrategy
     from lightning_hetero.strategy.processes import StartMethod
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _NO_SCRIPT = ("-c", "-", "")
 
 
 def launcher_of(
-    strategy: "HookedStrategy",
+    strategy: "HeteroStrategy",
     start_method: "StartMethod",
     num_nodes: int,
     check_world_size: Callable[[int], None],
@@ -79,7 +79,7 @@ def launcher_of(
 class _CheckedLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        cast("HookedStrategy", self._strategy).check_before_start()
+        cast("HeteroStrategy", self._strategy).check_before_start()
         return super().launch(*args, **kwargs)
 
 
@@ -94,7 +94,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
 
     def __init__(
         self,
-        strategy: "HookedStrategy",
+        strategy: "HeteroStrategy",
         num_processes: int,
         num_nodes: int,
     ) -> None:
