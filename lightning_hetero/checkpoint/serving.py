@@ -166,6 +166,33 @@ class PeerFiles:
         return f"{self._store} at {self._host}:{self._port}"
 
 
+class Probe:
+    """Finds out whether the process of a server has ended.
+
+    A process that has ended refuses connections. But a firewall may refuse them, too: a refusal
+    counts only on this machine, or if the server has accepted a connection before.
+
+    Args:
+        host: Name or address of this machine, as in its own server's address.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._host = host
+        self._reached: set[tuple[str, int]] = set()
+
+    def has_ended(self, address: Address) -> bool:
+        """Return whether a server is known to be gone; tries for at most a second."""
+        place = address[0], address[1]
+        try:
+            socket.create_connection(place, timeout=1.0).close()
+        except ConnectionRefusedError:
+            return address[0] == self._host or place in self._reached
+        except OSError:
+            return False
+        self._reached.add(place)
+        return False
+
+
 def own_host(meeting_host: str) -> str:
     """Return the address by which other ranks reach this machine; all reach `meeting_host`.
 

@@ -5,8 +5,10 @@ key that contains all. So no rank waits in a collective. A rank with slow storag
 later, and increases a common counter as long as its work makes progress. A wait ends with an error
 when
 
-- the counter hasn't changed for too long, or
-- the run's failure detection reports that a rank is gone.
+- the counter hasn't changed for too long,
+- the run's failure detection reports that a rank is gone, or
+- the process of a rank has ended. A wait for keys doesn't notice this, since no connection breaks.
+  So each rank that waits checks once a second whether the next rank's server accepts connections.
 
 Keys are reused, so the store doesn't grow. The bytes of files don't travel through the store but
 directly between ranks (`serving`).
@@ -25,10 +27,12 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
-from lightning_hetero.checkpoint.serving import Address, FileServer, Readable
+from lightning_hetero.checkpoint.serving import Address, FileServer, Probe, Readable
 from lightning_hetero.core.errors import CheckpointError, PeerError
 from lightning_hetero.core.process import Deadline, Progress
 
+_LOOK_AGAIN_S = 1.0
+"""Seconds between two checks of a rank's server."""
 _T = TypeVar("_T")
 
 
@@ -73,6 +77,7 @@ class Peers:
         self._is_over = is_over
         self._round = 0
         self._branches = itertools.count()
+        self._next_rank = Probe(host)
 
     def branch(self, *, timeout_s: float, progress: Progress) -> "Peers":
         """Return an object for another thread; all ranks call it in the same order.
@@ -92,6 +97,8 @@ class Peers:
         if self.world_size == 1:
             return None
         self.server.stores.update(stores)
+        with self._naming() as keys:
+            keys.set(f"checkpoint/address {self.global_rank}", json.dumps(self.server.address))
         return self.server.address
 
     def close(self) -> None:
@@ -177,9 +184,16 @@ class Peers:
     def _await(self, name: str, count: int, limit_s: float) -> None:
         """Wait until a counter has come to `count`."""
         deadline, beats, pause_s = Deadline(limit_s), -1, 0.001
+        look = Deadline(_LOOK_AGAIN_S)
         while self._keys.add(self._name(name), 0) < count:
             if self._is_over():
                 raise PeerError(f"Rank {self.global_rank} lost another rank.")
+            if look.is_over:
+                gone = self._find_gone()
+                # After the last answer that is needed here, its process may have ended normally.
+                if gone is not None and self._keys.add(self._name(name), 0) < count:
+                    raise PeerError(f"The process of rank {gone} has ended. See its own log.")
+                look = Deadline(_LOOK_AGAIN_S)
             if beats != (beats := self._keys.add(self._name("beats"), 0)):
                 deadline.renew()
                 self.progress.tick()
@@ -190,7 +204,23 @@ class Peers:
                     "they are only slow, allow more time (timeout)."
                 )
             time.sleep(pause_s)
-            pause_s = min(2.0 * pause_s, 0.05)
+            pause_s = min(2.0 * pause_s, 0.05 * _LOOK_AGAIN_S)
+
+    def _find_gone(self) -> int | None:
+        """Return a rank whose process has ended; None if no rank has found one.
+
+        Each rank checks the next one, and tells all others through the store.
+        """
+        following = (self.global_rank + 1) % self.world_size
+        key = f"checkpoint/address {following}"
+        # Rank 0 is still needed after its own answer: it collects those of all ranks.
+        is_awaited = following == 0 or self._value_of(following)[0] < self._round
+        if is_awaited and self._keys.check([key]):
+            address: Address = json.loads(self._keys.get(key))
+            if self._next_rank.has_ended(address):
+                self._keys.set(self._name("gone"), str(following))
+        told = self._keys.check([self._name("gone")])
+        return int(self._keys.get(self._name("gone"))) if told else None
 
     def _missing(self) -> list[int]:
         """Return the ranks that haven't answered in this round."""

@@ -204,7 +204,7 @@ def test_a_second_living_job_in_a_folder_is_refused_until_the_first_has_ended(
     lease.take()
     owner = json.loads((tmp_path / OWNER_FILE).read_text())
     # As if another process had taken it: the test runner, which lives.
-    owner["process"] = claims._process(os.getppid())
+    owner |= {"process": claims._process(os.getppid()), "membership": None}
     (tmp_path / OWNER_FILE).write_text(json.dumps(owner))
     with pytest.raises(CheckpointError, match="Another job writes its checkpoints"):
         train(None, 4, local_dir=tmp_path)

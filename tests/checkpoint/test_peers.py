@@ -79,6 +79,24 @@ def test_a_wait_ends_once_a_rank_is_known_to_be_gone_or_silent_or_the_store_is_g
         Peers(Broken(), world_size=2).gather(None)
 
 
+def test_all_learn_that_a_process_has_ended_and_wait_for_slow_ones() -> None:
+    def action(rank: int, peers: Peers) -> str:
+        peers.serve({})
+        peers.gather(None)
+        if rank == 2:
+            time.sleep(1.5)  # Longer than others take to look.
+        peers.gather(None)
+        if rank == 2:
+            peers.close()  # As the system does when a process ends.
+            return ""
+        with pytest.raises(PeerError) as caught:
+            peers.gather(None)
+        return str(caught.value)
+
+    found = run_ranks(4, action, timeout_s=10_000.0)
+    assert all("process of rank 2 has ended" in found[rank] for rank in (0, 1, 3))
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", socket.gethostname()])
 def test_ranges_of_files_are_served_to_whoever_knows_the_token(host: str) -> None:
     if host == "::1" and not socket.has_dualstack_ipv6():
