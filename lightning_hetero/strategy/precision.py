@@ -11,7 +11,7 @@ once.
 """
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -68,10 +68,11 @@ class HeteroPrecision(Precision):
         self.compute_dtype, self.master_dtype = _DTYPES[precision]
         self._plain = Precision()
         """Lightning's own plugin: contexts of steps, and dtypes of what enters them."""
-        if precision in ("bf16-true", "16-true"):
-            self._plain = HalfPrecision(precision)
-        elif precision in ("bf16-mixed", "16-mixed"):
-            self._plain = MixedPrecision(precision, "cpu", scaler)
+        name: Any = precision
+        if name in ("bf16-true", "16-true"):
+            self._plain = HalfPrecision(name)
+        elif name != "32-true":
+            self._plain = MixedPrecision(name, "cpu", scaler)
             scaler = self._plain.scaler
         self.scaler: dict[str, Any] | None = None if scaler is None else scaler.state_dict()
         """The state of a `GradScaler`, updated here; None if losses aren't scaled."""
@@ -145,9 +146,11 @@ class HeteroPrecision(Precision):
         return module
 
     @override
-    def forward_context(self) -> AbstractContextManager[None]:
-        """Return the context of a step: autocast, or 16 bits for new tensors."""
-        return self._plain.forward_context()
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:
+        """Context of a step: autocast, or 16 bits for new tensors."""
+        with self._plain.forward_context():
+            yield
 
     @contextmanager
     def explain_dtypes(self) -> Iterator[None]:
