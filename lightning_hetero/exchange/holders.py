@@ -68,9 +68,6 @@ class PlanHolders:
     They are computed once for all parameters that are cut in the same way and used by the same
     stages. Those of two consecutive layers are, unless a stage of any pipeline begins between the
     layers. So the work doesn't grow with the number of parameters.
-
-    Args:
-        plan: The plan.
     """
 
     def __init__(self, plan: ParallelPlan) -> None:

@@ -29,12 +29,7 @@ def assign_owners(
 ) -> dict[str, tuple[Slice, ...]]:
     """Cut every parameter into contiguous slices that cover it once, one for each owner.
 
-    Args:
-        specs: The parameters; names are unique.
-        plan: The plan, whose holders become owners; EVEN ignores it.
-        world_size: Number of ranks, idle ones included.
-        ownership: The rule; AUTO must have been resolved by the caller.
-        standbys: The standby of each rank (`find_standbys`); empty without redundancy.
+    The caller has resolved AUTO.
 
     Returns:
         For each parameter its slices in ascending order, empty ones left out.

@@ -279,11 +279,7 @@ def _seconds(start: Any, end: Any) -> float:
 _NOT_TRACED = nullcontext()
 
 
-def is_traced() -> bool:
-    """Whether a profiler is recording; without one, ranges would cost as much as a small kernel."""
-    return _profiler_enabled()
-
-
 def traced(name: object) -> AbstractContextManager[object]:
     """Show the work inside this context as one range of a trace, named `str(name)`."""
-    return record_function(str(name)) if is_traced() else _NOT_TRACED
+    # Without a profiler, ranges would cost as much as a small kernel.
+    return record_function(str(name)) if _profiler_enabled() else _NOT_TRACED

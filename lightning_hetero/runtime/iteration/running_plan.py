@@ -142,14 +142,6 @@ class PlanSwitch:
     """Holds the plan that runs on one rank, and changes it.
 
     Every rank calls each method with the same arguments, between iterations.
-
-    Args:
-        plan: The first plan, which may share memory with the slices.
-        store: The rank's slices.
-        comms: The communicators.
-        clock: Times the waits.
-        config: The engine's options.
-        tensor_parallel: The sharded modules; None if no plan may have a degree above 1.
     """
 
     def __init__(

@@ -31,10 +31,7 @@ _ALIKE = "_same_on_every_rank"
 class StepMetrics:
     """The metrics of one module.
 
-    Args:
-        module: The LightningModule that holds them.
-        reports_for_group: Returns whether this rank's states count. Of a tensor-parallel group only
-            those of the first rank do.
+    A rank's states count if `reports_for_group()`: of a tensor-parallel group only the first one's.
     """
 
     def __init__(

@@ -135,9 +135,6 @@ class AppendedLists:
 
     The lists are attributes, or in lists or dicts that are attributes. Made before an iteration's
     steps; after each of them `take` is called.
-
-    Args:
-        module: The LightningModule.
     """
 
     def __init__(self, module: nn.Module) -> None:

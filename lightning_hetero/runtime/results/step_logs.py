@@ -62,13 +62,7 @@ class _Logged(NamedTuple):
 
 
 class StepLogs:
-    """The logged values of one iteration on one rank.
-
-    Args:
-        module: The LightningModule whose `log` is recorded.
-        device: Where the sums are kept.
-        metrics: The module's metrics, if it has any.
-    """
+    """The logged values of one iteration on one rank."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, metrics: StepMetrics | None = None

@@ -31,12 +31,6 @@ from lightning_hetero.runtime.setup.products import SavedBytes, bytes_of_product
 class ModelShard:
     """The reference model with a few layers, cut to what one rank of a TP group computes.
 
-    Args:
-        model: Sizes of the model.
-        tp_degree: Ranks of the group.
-        num_layers: Number of layers.
-        device: The device; bf16 on CUDA, fp32 elsewhere.
-
     Raises:
         ProfileError: The degree doesn't divide the model, or no reference layer has its sizes.
     """

@@ -142,14 +142,7 @@ class FrozenWeights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> nn.Parameter:
-        """Return the rows that this rank computes with; read them if it doesn't have them yet.
-
-        Args:
-            spec: The parameter.
-            intervals: The rows.
-            dtype: Dtype of floating-point weights in computations.
-            device: Where the rank computes.
-        """
+        """Return the rows that this rank computes with; read them if it doesn't have them yet."""
         known = self._held.get(spec.name)
         if known is None or known[0] != intervals:
             rows = self.rows(spec, intervals)

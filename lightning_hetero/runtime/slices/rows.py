@@ -111,12 +111,7 @@ class HookedSlices:
             vars(master).pop("_ask_gradient", None)
 
     def note_gradients(self, names: Iterable[str], *, are_first: bool) -> None:
-        """Note for which parameters an iteration has made gradients, on any rank.
-
-        Args:
-            names: The parameters' names, the same on all ranks.
-            are_first: Whether there were none before.
-        """
+        """Note for which parameters an iteration has made gradients, on any rank."""
         if are_first:
             self._with_gradients.clear()
         self._with_gradients.update(names)
@@ -140,13 +135,7 @@ class HookedSlices:
     def _ask_gradient(
         self, name: str, gradient: Tensor | None, *, is_new: bool = False
     ) -> Tensor | None:
-        """Return a gradient for a hook; an empty one if only other ranks have rows of it.
-
-        Args:
-            name: The parameter's name.
-            gradient: The slice's gradient.
-            is_new: Whether the hook has set it.
-        """
+        """Return a gradient for a hook; an empty one if only other ranks have rows of it."""
         exists = name in self._with_gradients
         if gradient is None and exists and not is_new and not self._store.owns(name):
             master = self._store.masters[name]

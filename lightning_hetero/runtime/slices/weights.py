@@ -11,7 +11,7 @@ and 1; between steps it has half of every weight.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -297,10 +297,6 @@ class ComputeWeights:
         specs = self.store.specs
         return {name: item for name, item in self.shards.items() if specs[name].layer is None}
 
-    def written(self, name: str) -> Tensor:
-        """Return the shard's data: writing to it doesn't increment the weight's version."""
-        return self.shards[name].data
-
     def home(self, name: str) -> Tensor:
         """Return the memory from which pulls read a slice, even if its `data` was replaced."""
         return self._homes[name]
@@ -315,9 +311,9 @@ class ComputeWeights:
         for slots, attribute, name, _parameter in self._places:
             slots[attribute] = masters[name]
 
-    def in_step(self) -> AbstractContextManager[None] | None:
-        """Return a context that hides shards from the user's step; None if no weight is cut."""
-        return self._hiding_cut() if self._cut else None
+    def in_step(self) -> AbstractContextManager[None]:
+        """Return a context that hides from the user's step the weights that are cut."""
+        return self._hiding_cut() if self._cut else nullcontext()
 
     @contextmanager
     def _hiding_cut(self) -> Iterator[None]:

@@ -1,37 +1,25 @@
 """Carry activations forward and their gradients backward between the stages of a pipeline.
 
-Each pair of ranks that exchange activations has one communicator for each direction, which carries
-micro-batches in the order of the schedule. Under NCCL's rules the operations of a communicator run
-in order, and a send ends only with its receive: if two stages shared one, each would wait for the
-other's messages.
+Each pair of ranks that exchange activations has one communicator for each direction. Under NCCL's
+rules the operations of a communicator run in order, and a send ends only with its receive: if two
+stages shared one, each would wait for the other's messages.
 
-Only the sender knows what its layers returned for a micro-batch, so a header goes with each
-activation: shapes, dtypes, and a description of the side tensors (see `side_tensors`).
+Only the sender knows what its layers returned, so a header goes with each activation: shapes,
+dtypes, and a description of the side tensors (see `side_tensors`). Among CPUs, header, activation
+and side tensors are one message (for its length see `messages`). On accelerators, and where pieces
+are sent, headers are messages among hosts: a host that reads a header from its device would wait
+for all that the device has yet to compute.
 
-* Among CPUs, header, activation and side tensors are one message: a micro-batch costs one message
-  forward and one backward at each boundary. For the lengths of buffers see `messages`.
-* On accelerators, headers are messages among hosts, because a host that reads a header from its
-  device would wait for all that the device has yet to compute. The header leaves when the sender's
-  host has *enqueued* the forward pass, so hosts run as far ahead of their devices as without it. A
-  micro-batch costs one more message for the header.
-
-A send never waits until its receiver is ready to compute, because receives are posted early. The
-receive of a gradient is posted as soon as the activation has left: it has the activation's shape.
-Receives of activations (on accelerators, of their headers) are posted for as many micro-batches as
-the previous stage may hold between forward and backward, since it can't be further ahead.
-
-All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
-the other stage's group, and the groups may differ in size (`exchange.neighbours`). If a larger
-group receives pieces, headers are messages of their own among CPUs, too.
-
-A sent tensor must stay in memory until it has arrived. Sends of as many micro-batches as the
-schedule has in flight are kept; older ones have arrived by then, so waiting for them costs nothing.
+A send never waits until its receiver is ready to compute. The receive of a gradient is posted as
+soon as the activation has left. Receives of activations (on accelerators, of their headers) are
+posted for as many micro-batches as the previous stage may hold between forward and backward, since
+it can't be further ahead. Sent tensors are kept as long: older ones have arrived by then.
 Forward-only passes keep at most `MAX_KEPT_SENDS`, so a fast stage can't run far ahead.
 
-A rank that runs several stages has a link for each; *channels* tell apart what it sends to one
-rank. Neighbouring stages of the same rank hand each other copies, see `Mailbox`.
-
-`measure_edges` times messages between neighbouring stages by a round trip.
+All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
+the other stage's group (`exchange.neighbours`). A rank that runs several stages has a link for
+each; *channels* tell apart what it sends to one rank. Neighbouring stages of the same rank hand
+each other copies.
 """
 
 import time
@@ -73,12 +61,10 @@ class Handover:
     the tensor's index in `tensors`."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the shape and dtype of the hidden state that it returned."""
-    changes_input: bool = False
-    """Whether the model's first layer changes its input in place: later stages can't see that."""
 
     def copy(self) -> "Handover":
         """Return a copy, to which this stage adds what its layers return."""
-        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms], self.changes_input)
+        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms])
 
 
 @dataclass
@@ -188,7 +174,7 @@ class ActivationLink:
         for tensor, form in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(form.requires_grad)
         self.num_received_bytes = sum(tensor.nbytes for tensor in received)
-        return Handover(received, [*header.layer_outputs], [*header.forms], header.changes_input)
+        return Handover(received, [*header.layer_outputs], [*header.forms])
 
     def send_activation(self, sent: Handover) -> None:
         """Send a micro-batch's handover to the next stage, without waiting for its arrival."""
@@ -332,7 +318,7 @@ def _cut(part: Tensor, piece: SentPiece) -> Tensor:
 
 def _header_of(sent: Handover) -> Header:
     forms = tuple(map(form_of, sent.tensors))
-    return Header(forms, tuple(sent.layer_outputs), tuple(sent.forms), sent.changes_input)
+    return Header(forms, tuple(sent.layer_outputs), tuple(sent.forms))
 
 
 _NUM_MEASURED = 3

@@ -3,14 +3,11 @@
 A recomputed layer keeps only its inputs for its backward; a selectively recomputed one also keeps
 the results of matrix products and attention. A plan asks for it where the activations of all
 micro-batches in flight don't fit (MEM_V in AutoHet's Eq. 4); where the plan says nothing,
-`LayerOptions` decide. They also say whether layers are compiled. Passes without gradients keep no
-activations.
+`LayerOptions` decide.
 
 Each layer is compiled separately, so that stages may begin and end at any layer and layers of one
-kind share their compiled code. Compiled code runs in training only, since a pass without gradients
-isn't worth compiling for. Communication of tensor parallelism inside a layer isn't compiled.
-
-`LayerCall` is one call of a layer; it finds out which argument is the hidden state.
+kind share their compiled code. Compiled code runs in training only. Communication of tensor
+parallelism inside a layer isn't compiled.
 """
 
 from collections.abc import Callable, Container
@@ -301,12 +298,6 @@ class Recomputation:
         """Run a layer in the forward pass, and return its output.
 
         If the model itself checkpoints the layer, it isn't checkpointed a second time.
-
-        Args:
-            call: The layer's call.
-            layer: The layer.
-            hidden: Which of its arguments is the hidden state; None if unknown.
-            products: Recomputes all of the layer but its matrix products and attention.
         """
         measured = self.measured
         if not (self.layers or self.selective or measured) or not torch.is_grad_enabled():

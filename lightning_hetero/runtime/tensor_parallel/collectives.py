@@ -161,11 +161,7 @@ TOKENS = -2
 
 
 class StageGroup:
-    """A rank's tensor-parallel group under the plan that runs, and its current micro-batch.
-
-    Args:
-        sequence_parallel: Whether activations between sharded regions are cut along tokens.
-    """
+    """A rank's tensor-parallel group under the plan that runs, and its current micro-batch."""
 
     def __init__(self, *, sequence_parallel: bool) -> None:
         self.peers: TPGroup | None = None

@@ -1,14 +1,9 @@
 """Run the layers of a stage on a tensor-parallel group of any degree.
 
 The forward of every module in `ModelCuts` is wrapped once (see `forward`). With whole weights the
-wrapper does nothing. With shards it adds the group's collectives, so that activations outside
-sharded modules are the same on all ranks of the group, as in Megatron-LM, but on plain local
-tensors. So stages may have different degrees, and a change of plan doesn't change the module.
-
-With sequence parallelism the activation between sharded regions (attention, MLP) is cut along the
-tokens, too. Instead of an all-reduce, a region gathers tokens where it begins and reduce-scatters
-them where it ends. Gradients of norms outside the regions are then partial: those of one rank's
-tokens.
+wrapper does nothing; with shards it adds the group's collectives, so that activations outside
+sharded modules are the same on all ranks of the group, as in Megatron-LM. So stages may have
+different degrees, and a change of plan doesn't change the module.
 
 All ranks of a group draw the same random numbers. So dropout on whole activations is the same on
 all, and dropout inside a region (attention probabilities) draws the same numbers for the heads of
