@@ -9,7 +9,7 @@ import hmac
 import secrets
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Protocol
@@ -48,12 +48,16 @@ class FileServer:
         """Host, port and token for readers; the server is started if it isn't running yet."""
         with self._lock:
             if self._server is None:
-                self._server = _Server(self._token, self.stores)
+                self._server = _Server(self._token, self.read)
                 thread = threading.Thread(
                     target=self._server.serve, name="checkpoint-serve", daemon=True
                 )
                 thread.start()
             return self._host, int(self._server.server_address[1]), self._token
+
+    def read(self, store: str, name: str, start: int, stop: int | None) -> bytes:
+        """Return what another rank has asked for."""
+        return self.stores[store].read(name, start, stop)
 
     def close(self) -> None:
         """Serve nothing any more."""
@@ -67,8 +71,8 @@ class FileServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
-    def __init__(self, token: str, stores: Mapping[str, Readable]) -> None:
-        self.token, self.stores = token, stores
+    def __init__(self, token: str, read: Callable[[str, str, int, int | None], bytes]) -> None:
+        self.token, self.read = token, read
         super().__init__(("", 0), _Handler, bind_and_activate=False)
         self.socket.close()
         # Requests may arrive on any of this machine's interfaces.
@@ -110,7 +114,7 @@ class _Handler(BaseHTTPRequestHandler):
         start, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
         try:
             stop = int(last) + 1 if last else None
-            self._answer(206, self.server.stores[store].read(name, int(start), stop))
+            self._answer(206, self.server.read(store, name, int(start), stop))
         except Exception as error:
             # Stores raise their client library's own types.
             missing = isinstance(error, FileNotFoundError | KeyError)
