@@ -106,9 +106,6 @@ class SideTensors:
             output: What it returned.
             whole: Its whole hidden state; only smaller records travel.
             handover: The handover to the next stage, which is changed in place.
-
-        Raises:
-            ModelError: The layer keeps tensors with gradients in lists or dicts.
         """
         num_recorded, attributes = before
         parts, own = self._parts[call.index], self._kept[call.index]
@@ -165,11 +162,7 @@ class SideTensors:
         return tuple(returned)
 
     def explain(self, error: AttributeError, run_here: range) -> None:
-        """Explain the AttributeError of a step that reads what a layer elsewhere keeps.
-
-        Raises:
-            StepError: It does.
-        """
+        """Raise StepError if a step reads what a layer on another stage keeps."""
         for index, parts in enumerate(self._parts):
             if index not in run_here and any(part is error.obj for part in parts):
                 raise StepError(
