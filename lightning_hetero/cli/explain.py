@@ -59,7 +59,12 @@ def run_explain(arguments: argparse.Namespace) -> int:
         layout_path = path / "layout.yaml"
     layout = Layout()
     if layout_path is not None:
-        layout = load_file(layout_path, "layout", ConfigurationError, _parse_layout)
+        layout = load_file(
+            layout_path,
+            "layout",
+            ConfigurationError,
+            lambda text: Layout.from_dict(parse_yaml(text, "layout", ConfigurationError)),
+        )
     found = explain(trace)
     if trace.unit_s < 1.0:
         print(f"Times are read in units of {trace.unit_s:g} s: in seconds forwards would be long.")
@@ -82,7 +87,3 @@ def run_explain(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigurationError(f"Can't write {json_path}: {error}") from error
     return 0
-
-
-def _parse_layout(text: str) -> Layout:
-    return Layout.from_dict(parse_yaml(text, "layout", ConfigurationError))

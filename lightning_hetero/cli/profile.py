@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hetero.cli.arguments import add_model_argument, check_folder_of, model_of
-from lightning_hetero.core.devices import DeviceSpec, canonical_name
+from lightning_hetero.core.devices import canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.profile import LinkTimes, Profile
 from lightning_hetero.runtime.setup.detect import describe_device
@@ -149,7 +149,10 @@ def run_profile(arguments: argparse.Namespace) -> int:
             report=lambda line: status.update(f"measuring {line}"),
         )
     measured = dataclasses.replace(
-        profile.devices[0], spec=_spec(spec, name), inside_node=links.inside_node
+        profile.devices[0],
+        # The table of known devices has its own facts.
+        spec=dataclasses.replace(spec, name=name) if canonical_name(name) is None else None,
+        inside_node=links.inside_node,
     )
     profile = dataclasses.replace(profile, devices=(measured,), between_nodes=links.between_nodes)
     console.print(_as_table(profile))
@@ -158,7 +161,8 @@ def run_profile(arguments: argparse.Namespace) -> int:
         ("between nodes", links.between_nodes),
     ):
         if times is not None:
-            console.print(f"messages {where}: {_speed(times)}", highlight=False)
+            speed = f"{times.bytes_per_s / 1e9:.3g} GB/s after {times.latency_s * 1e6:.0f} µs"
+            console.print(f"messages {where}: {speed}", highlight=False)
     (profile if merged_with is None else merged_with.merge(profile)).save(arguments.output)
     console.print(f"written to {arguments.output}", highlight=False)
     return 0
@@ -186,15 +190,6 @@ def _measure_links(device: torch.device) -> tuple[MeasuredLinks, bool]:
         return measure_links(device), dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
-
-
-def _speed(times: LinkTimes) -> str:
-    return f"{times.bytes_per_s / 1e9:.3g} GB/s after {times.latency_s * 1e6:.0f} µs"
-
-
-def _spec(spec: DeviceSpec, name: str) -> DeviceSpec | None:
-    """Return a device's facts for planners besides times; None if the table of devices has them."""
-    return None if canonical_name(name) is not None else dataclasses.replace(spec, name=name)
 
 
 def _as_table(profile: Profile) -> Table:
