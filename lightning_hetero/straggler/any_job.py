@@ -168,9 +168,10 @@ def _unpickle(content: bytes, path: str | Path) -> Any:
 def _operations(data: Any, path: str | Path) -> list[_Op]:
     """Return the operations in a flight recorder's dump, or the communication in a trace."""
     name, start, per_s = "profiling_name", "time_created_ns", 1e9
+    keys: tuple[str, ...] = ("input_sizes", "input_dtypes", "process_group")
     try:
         if isinstance(data, Mapping) and "entries" in data:
-            ops, keys = data["entries"], ("input_sizes", "input_dtypes", "process_group")
+            ops = data["entries"]
         else:
             name, start, per_s, keys = "name", "ts", 1e6, _TRACE_KEYS
             rows = data["traceEvents"] if isinstance(data, Mapping) else data
