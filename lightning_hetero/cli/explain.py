@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "example:\n"
         "  $ lightning-hetero stragglers explain operations/ --json shares.json\n"
-        "  1.97 × slower than possible (46.65 s a step where 23.63 s are possible); 0.96 of the\n"
+        "  1.97 × slower than possible (46.65 s a step where 23.62 s are possible); 0.96 of the\n"
         "  excess is rank 0, 2.32 × slower than comparable ones: replace its device or give it\n"
         "  less work.\n\n"
         "Columns of a trace: step, rank, dp_rank, stage, optype, start_ts, duration, mb_id, and\n"
