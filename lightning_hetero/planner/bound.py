@@ -7,22 +7,21 @@ placed only if
 
     L ≤ Σ_i s_i·(T/K)·(1 - 1/K)^(i-1),    s_1 ≥ s_2 ≥ ...
 
-(feasible t_i stay feasible when sorted, so the fastest stage may get the most layers). Stage i also
-holds no more whole layers than fit into its memory and into T/K. Each of these two conditions says
+(feasible t_i stay feasible when sorted, so the fastest stage may get the most layers). That says
 what a pipeline that finishes K micro-batches needs. With prices π of devices, a dynamic programme
 finds the cheapest pipeline for every K. If K ≤ θ·(its price) for all K, no mix of pipelines
-finishes more than θ·π·devices by T. If that is less than M, T is a lower bound. Exchange, links and
-the optimizer are left out, which only lowers the bound.
+finishes more than θ·π·devices by T. If that is less than M, T is a lower bound. Memory, exchange,
+links and the optimizer are left out, which only lowers the bound.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray, IntArray
 from lightning_hetero.planner.linear_program import LinearProgram
 from lightning_hetero.planner.placement import Option
-from lightning_hetero.planner.stages import Ownership, Stages
+from lightning_hetero.planner.stages import Stages
 
 _PER_LAYER = 4
 """A layer is counted in this many steps; parts of a layer are rounded up to whole steps."""
@@ -36,7 +35,7 @@ _STEPS, _GUESSES, _CUTS = 16, 2, 8
 interval is halved; and rounds of pricing for each."""
 
 _Taking = tuple[float, FloatArray]
-"""What a pipeline finishes by T (samples in `_Mixed`), and the devices it uses of each class."""
+"""What a pipeline finishes by T, and the devices it uses of each class."""
 
 
 def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:
@@ -46,38 +45,24 @@ def bound_time_s(every: Sequence[Stages], upper_s: float) -> float:
         every: Times and memory of all stages, for each size of micro-batches that is allowed.
         upper_s: Seconds of a plan that was found.
     """
-    bound = _Mixed([_Bound(stages) for stages in every])
-    low_s = min(bound.work_s, upper_s)
-    for whole in (False, True):
-        known: list[_Taking] = []
-        time_s = high_s = upper_s
-        for step in range(_STEPS):
-            most = bound.most_finished(time_s, known, whole=whole)
-            if most < bound.total * (1 - 1e-9):
-                low_s = max(low_s, time_s)
-            else:
-                high_s = time_s
-            if high_s < low_s * (1 + _CLOSE):
-                break
-            # The number of finished samples is about proportional to the time.
-            next_s = time_s * bound.total / most * (1 - _CLOSE / 4) if most else 0.0
-            if step >= _GUESSES or not low_s * (1 + _CLOSE / 4) < next_s < high_s:
-                next_s = (low_s + high_s) / 2
-            known = [(count * next_s / time_s, takes) for count, takes in known]
-            time_s = next_s
+    bounds, total = [_Bound(stages) for stages in every], every[0].workload.global_batch_size
+    low_s, time_s, high_s = min([upper_s, *(bound.work_s for bound in bounds)]), upper_s, upper_s
+    known: list[_Taking] = []
+    for step in range(_STEPS):
+        most = _most_finished(bounds, time_s, total, known)
+        if most < total * (1 - 1e-9):
+            low_s = max(low_s, time_s)
+        else:
+            high_s = time_s
+        if high_s < low_s * (1 + _CLOSE):
+            break
+        # The number of finished samples is about proportional to the time.
+        next_s = time_s * total / most * (1 - _CLOSE / 4) if most else 0.0
+        if step >= _GUESSES or not low_s * (1 + _CLOSE / 4) < next_s < high_s:
+            next_s = (low_s + high_s) / 2
+        known = [(count * next_s / time_s, takes) for count, takes in known]
+        time_s = next_s
     return low_s
-
-
-def work_bound(every: Sequence[Stages]) -> Callable[[Sequence[int]], float]:
-    """Return a lower bound of the work's seconds, as a function of the devices of each node."""
-    speeds = [(bound.work, bound.per_device()) for bound in map(_Bound, every)]
-    kinds, place = list(every[0].devices), every[0].class_of_node
-    speeds = [(work, row[[kinds.index(kind) for kind in place]]) for work, row in speeds]
-
-    def work_s(counts: Sequence[int]) -> float:
-        return min(work / max(1e-300, float(speed @ np.array(counts))) for work, speed in speeds)
-
-    return work_s
 
 
 def bound_price(stages: Stages) -> float | None:
@@ -122,13 +107,11 @@ class _Bound:
             [[o.tp_degree * (o.node_class == kind) for kind in self.kinds] for o in stages.options],
             dtype=float,
         )
-        self.work = self.total * stages.num_layers
-        """Layers of all micro-batches."""
-        self.work_s = self.work / max(1e-300, float(self.devices @ self.per_device()))
-        self.most_layers = np.array([self._most_layers(option) for option in stages.options])
-        times_s = [stages.times_s(o, False, False).sum(axis=0) for o in stages.options]
-        # Least times of n or more layers: a profile's noise must not raise the bound.
-        self.times_s = [np.minimum.accumulate(row[::-1])[::-1] for row in times_s]
+        best = np.where(self.takes > 0, self.speeds[:, None] / np.maximum(self.takes, 1), 0.0)
+        self.per_device: FloatArray = best.max(axis=0)
+        """[classes] the most layers per second and device."""
+        work = self.total * stages.num_layers
+        self.work_s = work / max(1e-300, float(self.devices @ self.per_device))
         small = np.arange(1, min(50, self.total) + 1)
         steps = int(np.log(max(1.0, self.total / 50)) / np.log(_GROWTH)) + 2
         large = np.ceil(50 * _GROWTH ** np.arange(steps)).astype(np.int64)
@@ -138,28 +121,9 @@ class _Bound:
         self.least: IntArray = np.append(1, tops[:-1] + 1)
         """The smallest number of each interval."""
 
-    def per_device(self) -> FloatArray:
-        best = np.zeros(len(self.kinds))
-        for row, speed in zip(self.takes, self.speeds, strict=True):
-            best = np.maximum(best, np.where(row > 0, speed / np.maximum(row, 1), 0.0))
-        return best
-
-    def _most_layers(self, option: Option) -> int:
-        """Return how many layers fit into a stage that owns nothing, or is a lone pipeline's."""
-        most = 0
-        for ownership in (Ownership(max(2, self.total), True), Ownership(1)):
-            table, index = self.stages.table(ownership), self.stages.index[option]
-            fits = np.isfinite(table.total_s[0, index, 0])
-            most = max(most, int(np.flatnonzero(fits).max(initial=0)))
-        return most
-
-    def cheapest(
-        self, time_s: float, prices: FloatArray, *, whole: bool
-    ) -> tuple[float, list[tuple[float, FloatArray]]]:
+    def cheapest(self, time_s: float, prices: FloatArray) -> tuple[float, list[_Taking]]:
         """Return the largest number of micro-batches for a price of 1, and the best columns."""
-        # Whole layers are counted in whole steps.
-        extra, steps_of_layer = (0.0, 1) if whole else (self.extra, _PER_LAYER)
-        layers = (self.stages.num_layers + extra) * steps_of_layer
+        layers = (self.stages.num_layers + self.extra) * _PER_LAYER
         size = int(np.floor(layers + 1e-9)) + 1
         count = len(self.tops)
         cost = np.full((count, size), np.inf)
@@ -170,7 +134,7 @@ class _Bound:
         at = np.zeros(count, dtype=np.int64)
         rows, padded = np.arange(count)[:, None], np.zeros((count, 2 * size))
         for position in range(self.stages.max_stages):
-            placed = self._placed(time_s, position, whole=whole).T
+            placed = self._placed(time_s, position).T
             # A stage that places more than is left places the rest, which [0] says costs nothing.
             padded[:, size:] = costs[-1]
             before = np.lib.stride_tricks.sliding_window_view(padded, size, axis=1)
@@ -194,15 +158,8 @@ class _Bound:
         ]
         return float(worth.max(initial=0.0)), found
 
-    def _placed(self, time_s: float, position: int, *, whole: bool) -> IntArray:
+    def _placed(self, time_s: float, position: int) -> IntArray:
         """Return [options, numbers] steps of layers that a stage places at most."""
-        if whole:
-            each_s = time_s / self.least
-            rows = [
-                np.minimum(np.searchsorted(row[1:], each_s * (1 + 1e-9), side="right"), most)
-                for row, most in zip(self.times_s, self.most_layers, strict=True)
-            ]
-            return np.array(rows)
         left = (1 - 1 / self.tops) ** position if position else np.ones(len(self.tops))
         placed = self.speeds[:, None] * (time_s / self.least * left)[None] * _PER_LAYER
         found: IntArray = np.ceil(placed - 1e-9).astype(np.int64)
@@ -231,47 +188,43 @@ class _Bound:
         return found
 
 
-class _Mixed:
-    """Pipelines of any size of micro-batches: what is finished is counted in samples."""
+def _most_finished(
+    bounds: Sequence[_Bound], time_s: float, total: int, known: list[_Taking]
+) -> float:
+    """Return a number of samples that no mix of pipelines exceeds by a time.
 
-    def __init__(self, bounds: Sequence[_Bound]) -> None:
-        self.bounds, self.devices = bounds, bounds[0].devices
-        self.total = bounds[0].stages.workload.global_batch_size
-        self.work_s = min(bound.work_s for bound in bounds)
+    Any prices give such a number; this looks for the prices that give the least.
 
-    def most_finished(self, time_s: float, known: list[_Taking], *, whole: bool) -> float:
-        """Return a number of samples that no mix of pipelines exceeds by a time.
+    Args:
+        bounds: Those of each size of micro-batches.
+        time_s: Seconds of an iteration.
+        total: Samples of an iteration, below which the search ends.
+        known: Samples and devices of pipelines, to which new ones are added.
+    """
+    devices, most = bounds[0].devices, np.inf
+    prices = _prices(known, devices)[1] if known else bounds[0].per_device
+    for _ in range(_CUTS):
+        worth = 0.0
+        for bound in bounds:
+            size = bound.stages.workload.sequences_per_microbatch
+            own, found = bound.cheapest(time_s, prices)
+            worth = max(worth, own * size)
+            known += [(count * size, takes) for count, takes in found]
+        most = min(most, worth * float(prices @ devices))
+        if not known or most < total * (1 - _CLOSE):
+            break
+        value, prices = _prices(known, devices)
+        if value > min(total, most * (1 - _CLOSE / 4)):
+            break
+    return most
 
-        Any prices give such a number; this looks for the prices that give the least.
 
-        Args:
-            time_s: Seconds of an iteration.
-            known: Pipelines, to which new ones are added.
-            whole: Whether stages hold whole layers only.
-        """
-        most = np.inf
-        prices = self._prices(known)[1] if known else self.bounds[0].per_device()
-        for _ in range(_CUTS):
-            worth = 0.0
-            for bound in self.bounds:
-                size = bound.stages.workload.sequences_per_microbatch
-                own, found = bound.cheapest(time_s, prices, whole=whole)
-                worth = max(worth, own * size)
-                known += [(count * size, takes) for count, takes in found]
-            most = min(most, worth * float(prices @ self.devices))
-            if not known or most < self.total * (1 - _CLOSE):
-                break
-            value, prices = self._prices(known)
-            if value > min(self.total, most * (1 - _CLOSE / 4)):
-                break
-        return most
-
-    def _prices(self, known: Sequence[_Taking]) -> tuple[float, FloatArray]:
-        """Return what mixes of some pipelines finish, and prices at which none of them pays."""
-        program = LinearProgram()
-        value = np.array([count for count, _ in known])
-        x = program.add_variables(upper=np.full(len(known), np.inf), cost=-value)
-        for column, limit in zip(np.array([t for _, t in known]).T, self.devices, strict=True):
-            program.add_row(x, column, upper=limit)
-        solution = program.minimize()
-        return -solution.objective, np.maximum(-solution.row_duals, 1e-12)
+def _prices(known: Sequence[_Taking], devices: FloatArray) -> tuple[float, FloatArray]:
+    """Return what mixes of some pipelines finish, and prices at which none of them pays."""
+    program = LinearProgram()
+    value = np.array([count for count, _ in known])
+    x = program.add_variables(upper=np.full(len(known), np.inf), cost=-value)
+    for column, limit in zip(np.array([t for _, t in known]).T, devices, strict=True):
+        program.add_row(x, column, upper=limit)
+    solution = program.minimize()
+    return -solution.objective, np.maximum(-solution.row_duals, 1e-12)

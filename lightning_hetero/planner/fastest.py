@@ -23,7 +23,6 @@ from lightning_hetero.planner.placement import (
     Option,
     place,
     share_nodes,
-    without_chunks,
 )
 from lightning_hetero.planner.result import PlannedCandidate, ProgressCallback
 from lightning_hetero.planner.stages import Ownership, Stages
@@ -92,7 +91,7 @@ class FastestPlans:
         """Return the least seconds of fractional pipelines; infinite if no stage fits a node."""
         return self._masters_of(list(self.stages)) if self.any_stages.options else np.inf
 
-    def run(self, start: ParallelPlan | None) -> list[PlannedCandidate]:
+    def run(self) -> list[PlannedCandidate]:
         """Return plans that fit, best first."""
         sizes = self._sizes()
         if sizes != self.solved_for:
@@ -100,13 +99,11 @@ class FastestPlans:
         mixes = self._mixes()
         self.num_columns = sum(len(master.pool) for master in self.solved.values())
         candidates = self._placed(mixes)
-        running = self._candidate_of(start) if start is not None else None
         ranked = sorted(candidates, key=self.judge.seconds)
-        given = [] if running is None else [running]
         self.task.progress("Improving the best plans", 0.6)
-        improved = self._improved(ranked, [*ranked[:_IMPROVED], *given])
+        improved = self._improved(ranked, ranked[:_IMPROVED])
         plans: dict[ParallelPlan, PlannedCandidate] = {}
-        every = [*ranked, *given, *improved]
+        every = [*ranked, *improved]
         for item in sorted(dict.fromkeys(every), key=self.judge.seconds):
             found = self.judge.plan(item)
             if found is not None:
@@ -287,35 +284,6 @@ class FastestPlans:
             return columns
         _, index, item = min(found)
         return [*columns[:index], item, *columns[index + 1 :]]
-
-    def _candidate_of(self, start: ParallelPlan) -> Candidate | None:
-        """Return the running plan as a candidate; None if these nodes can't run it."""
-        cost, usual = self.judge.cost, self.task.workload.sequences_per_microbatch
-        free, found = list(self.any_stages.counts), []
-        for pipeline in map(without_chunks, start.pipelines):
-            stages = []
-            for stage in pipeline.stages:
-                nodes = {cost.node_of_rank[r] for r in stage.ranks if r < len(cost.node_of_rank)}
-                if len(nodes) != 1 or max(stage.ranks) >= len(cost.node_of_rank):
-                    return None
-                (node,) = nodes
-                free[node] -= stage.tp_degree
-                stages.append((node, stage.tp_degree))
-            layers = tuple(len(stage.layers) for stage in pipeline.stages)
-            size, count = pipeline.microbatch_size or usual, pipeline.num_microbatches or 0
-            found.append(Pipeline(tuple(stages), layers, size, count))
-        samples = sum(pipeline.size * pipeline.num_microbatches for pipeline in found)
-        options = {option for pipeline in found for option in self.judge.options(pipeline.stages)}
-        can_run = (
-            min(free) >= 0
-            and all(pipeline.num_microbatches for pipeline in found)
-            and samples == self.task.workload.global_batch_size
-            and options <= set(self.any_stages.options)
-            and {pipeline.size for pipeline in found} <= self.stages.keys()
-            and start.num_layers == self.any_stages.num_layers
-        )
-        candidate = tuple(found)
-        return candidate if can_run and self.judge.plan(candidate) is not None else None
 
 
 def _distinct(mixes: list[tuple[Master, Mix]]) -> list[tuple[Master, Mix]]:

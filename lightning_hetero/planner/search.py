@@ -3,11 +3,10 @@
 1. A master for each number of pipelines worth trying says how often each column runs (`master`).
 2. Its mixes of whole numbers are placed on nodes in two orders, and simulated (`placement`,
    `judge`).
-3. The best plans, and the one that is running, are improved by local search (`improve`).
+3. The best plans are improved by local search (`improve`). The one that is running is judged, too.
 4. A lower bound on every plan says how much better a plan could be at most (`bound`).
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +16,7 @@ from lightning_hetero.core.cluster import Cluster
 from lightning_hetero.core.errors import PlanningError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.planner.bound import bound_price, bound_time_s, work_bound
+from lightning_hetero.planner.bound import bound_price, bound_time_s
 from lightning_hetero.planner.fastest import FastestPlans, SearchTask, priced
 from lightning_hetero.planner.hosts import candidates_on_hosts, cost_on_hosts
 from lightning_hetero.planner.judge import Judge
@@ -31,8 +30,6 @@ from lightning_hetero.planner.workload import (
 )
 from lightning_hetero.simulator import CostModel, RooflineCost
 
-_GRID = 64
-"""Largest number of node sets that the grid tries: enough for three classes of up to 8 nodes."""
 _KEPT = 3
 """Number of sets of nodes for which plans are made: those of the best scores."""
 _HOSTS_GAP = 0.1
@@ -152,7 +149,6 @@ class _Search:
     def __init__(self, task: SearchTask, sizes: Sequence[int]) -> None:
         self.task, self.sizes = task, tuple(sizes)
         self.every = {size: task.stages(size) for size in sizes}
-        self.parts: dict[tuple[int, ...], FastestPlans] = {}
 
     def run(self, start: ParallelPlan | None) -> PlanningResult | None:
         """Return all plans, ranked; None if the model fits nowhere."""
@@ -163,7 +159,7 @@ class _Search:
             parts = self._on_likely_nodes()
         found: dict[ParallelPlan, PlannedCandidate] = {}
         for part in parts:
-            found = {item.plan: item for item in part.run(start)} | found
+            found = {item.plan: item for item in part.run()} | found
         if start is not None:
             found |= self._running(start)
         if not found:
@@ -215,50 +211,35 @@ class _Search:
         simulation = judge.simulate(start)
         return {start: priced(start, simulation, cost)} if simulation.fits else {}
 
-    def _on(self, counts: Sequence[int]) -> FastestPlans:
-        """Return the search on some devices of each node, made once."""
-        key = tuple(counts)
-        if key not in self.parts:
-            stages = {size: self.task.stages(size, counts) for size in self.sizes}
-            self.parts[key] = FastestPlans(self.task, stages)
-        return self.parts[key]
-
     def _on_likely_nodes(self) -> list[FastestPlans]:
         """Return the searches on the sets of nodes that are likely the cheapest.
 
         Nodes of a class differ in their price only, so a set is a number of nodes of each class,
-        the cheapest ones. Sets are tried on a grid of powers of two, then with one node more or
-        less than the best. Their score is the least seconds of a master times the price; where the
-        work alone costs more than the best sets do, a set is passed over.
+        the cheapest ones. All nodes and those of each class alone are tried; then, as long as that
+        helps, one node more or less than in the best set, half as many or twice as many. A set's
+        score is the least seconds of a master times the price.
         """
         cluster, kinds = self.task.cost.cluster, self.every[self.sizes[0]].class_of_node
         each = [(node.price_per_hour or 0.0) / node.count for node in cluster.nodes]
         by_price = sorted(range(len(kinds)), key=each.__getitem__)
         members = [[i for i in by_price if kinds[i] == kind] for kind in dict.fromkeys(kinds)]
-        work_s = work_bound(list(self.every.values()))
+        searches: dict[_Numbers, FastestPlans] = {}
         scores: dict[_Numbers, float] = {}
-
-        def price(numbers: _Numbers) -> tuple[list[int], float]:
-            """Return the devices of each node, and the price of all."""
-            chosen = {i for row, n in zip(members, numbers, strict=True) for i in row[:n]}
-            counts = [node.count * (i in chosen) for i, node in enumerate(cluster.nodes)]
-            return counts, cluster.price_of(chosen) or 0.0
-
-        def rate(several: set[_Numbers]) -> None:
-            priced_sets = {numbers: price(numbers) for numbers in several}
-            least = {n: per_hour * work_s(counts) for n, (counts, per_hour) in priced_sets.items()}
-            for numbers in sorted(several, key=lambda n: (least[n], n)):
-                counts, per_hour = priced_sets[numbers]
-                kept = sorted(scores.values())[_KEPT - 1 : _KEPT]
-                is_hopeless = kept and least[numbers] > kept[0]
-                scores[numbers] = np.inf if is_hopeless else per_hour * self._on(counts).least_s()
-
         full = tuple(map(len, members))
-        rate(_grid(full))
-        while new := _near(min(scores, key=scores.__getitem__), full) - scores.keys():
-            rate(new)
+        new = {
+            full,
+            *(tuple(n * (i == own) for i, n in enumerate(full)) for own in range(len(full))),
+        }
+        while new:
+            for numbers in sorted(new):
+                chosen = {i for row, n in zip(members, numbers, strict=True) for i in row[:n]}
+                counts = [node.count * (i in chosen) for i, node in enumerate(cluster.nodes)]
+                stages = {size: self.task.stages(size, counts) for size in self.sizes}
+                searches[numbers] = search = FastestPlans(self.task, stages)
+                scores[numbers] = (cluster.price_of(chosen) or 0.0) * search.least_s()
+            new = _near(min(scores, key=scores.__getitem__), full) - scores.keys()
         ranked = sorted((score, n) for n, score in scores.items() if score < np.inf)[:_KEPT]
-        return [self._on(price(numbers)[0]) for _, numbers in ranked or [(0.0, full)]]
+        return [searches[numbers] for _, numbers in ranked or [(0.0, full)]]
 
 
 def _with_sizes(plan: ParallelPlan, usual: int) -> ParallelPlan:
@@ -272,20 +253,11 @@ _Numbers = tuple[int, ...]
 
 
 def _near(best: _Numbers, full: _Numbers) -> set[_Numbers]:
-    """Return the sets of one node more or less."""
+    """Return the sets of one node more or less, half as many or twice as many of a class."""
     found = set()
-    for index, step in itertools.product(range(len(best)), (-1, 1)):
-        moved = (*best[:index], best[index] + step, *best[index + 1 :])
-        if any(moved) and 0 <= moved[index] <= full[index]:
-            found.add(moved)
+    for index, number in enumerate(best):
+        for other in (number - 1, number + 1, number // 2, number * 2):
+            moved = (*best[:index], other, *best[index + 1 :])
+            if any(moved) and 0 <= other <= full[index]:
+                found.add(moved)
     return found
-
-
-def _grid(full: _Numbers) -> set[_Numbers]:
-    """Return all nodes, all nodes of one class alone, and powers of two of each class."""
-    alone = {tuple(n * (i == only) for i, n in enumerate(full)) for only in range(len(full))}
-    steps = [
-        sorted({0, most, *(2**i for i in range(most.bit_length()) if 2**i < most)}) for most in full
-    ]
-    powers = itertools.islice(itertools.product(*steps), _GRID)
-    return {full, *alone, *filter(any, powers)}

@@ -23,7 +23,6 @@ from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
 from lightning_hetero.planner.proposing.proposal import draw_iteration, propose
 from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
-from tests.assign.model_memory import ModelMemory, max_len
 from tests.benchmarks.harness import Row
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared/data"
@@ -128,33 +127,39 @@ class Parallelism:
 def schemes_on(num_gpus: int, speeds: dict[str, float]) -> dict[Parallelism, Scheme]:
     """Return the 12 schemes on each device type; a device of speed 0.5 takes twice the time."""
     data = published()
-    memory = data["memory"]
-    capacity = data["cluster"]["gpu_memory_bytes"] - data["cluster"]["memory_gap_bytes"]
     found = {}
     for device, speed in speeds.items():
         for entry in data["schemes"]:
             tp, pp = entry["tp"], entry["pp"]
-            stage = ModelMemory(
-                hidden_size=data["model"]["hidden_size"],
-                num_layers=data["model"]["num_layers"],
-                vocab_size=data["model"]["vocab_size"],
-                activation_bytes=memory["A_by_tp"][str(tp)],
-                layer_bytes=memory["B"],
-                sharded_share=memory["alpha"],
-            ).first_stage(
-                tp_degree=tp, num_stages=pp, num_devices=num_gpus, capacity_bytes=capacity
-            )
             cost = PipelineCost(
                 a=entry["a"] / 1e3 / speed,
                 b=entry["b"] / 1e3 / speed,
                 c=entry["c"] / 1e3 / speed,
-                max_len=max_len([stage]),
+                max_len=max_len(num_gpus, tp, pp),
                 util_len=data["util_len_by_tp"][str(tp)],
                 num_stages=pp,
             )
             place = Parallelism(tp=tp, pp=pp, device=device)
             found[place] = Scheme(cost=cost, devices=((device, tp * pp),))
     return found
+
+
+def max_len(num_gpus: int, tp: int, pp: int) -> int:
+    """Return the most tokens that the first stage can hold, a multiple of 128; 0 if none.
+
+    By Hydraulis's Appendix B.1, on N devices, with activations of `A·H/TP` bytes a layer and token
+    and PP micro-batches of them at once: layers `L·H²·B·(α/N + (1-α)/(PP·TP))`, embedding
+    `16·H·V·(α/N + (1-α)/TP)`.
+    """
+    data = published()
+    model, memory, cluster = data["model"], data["memory"], data["cluster"]
+    hidden, num_layers = model["hidden_size"], model["num_layers"]
+    sharded, kept = memory["alpha"] / num_gpus, (1 - memory["alpha"]) / tp
+    layers = num_layers * hidden**2 * memory["B"] * (sharded + kept / pp)
+    embedding = 16 * hidden * model["vocab_size"] * (sharded + kept)
+    room = cluster["gpu_memory_bytes"] - cluster["memory_gap_bytes"] - layers - embedding
+    per_token = hidden / tp * memory["A_by_tp"][str(tp)] * num_layers
+    return max(0, int(room / per_token) // 128 * 128)
 
 
 def homogeneous_plans(

@@ -3,35 +3,31 @@
 A plan here is a number of pipelines of each scheme. Iterations with long sequences need other plans
 than those without.
 
-1. Some iterations are drawn from the data. For each, `relaxation` finds the best fractional plan,
-   and all ways to round its numbers up or down join the pool. Devices that are left get pipelines.
-2. `quick_estimates` gives the seconds of each plan of the pool on each iteration. Let an iteration
-   run the chosen plan that is best for it: then plans are chosen one after another, each the one
-   that shortens the mean iteration most.
-3. Plans near the chosen ones, with some pipelines of one scheme replaced by those of another, join
-   the pool, and 2 is repeated.
+1. Some iterations are drawn from the data, and all devices get pipelines of one scheme, as far as
+   they go: the most efficient one that holds the longest sequence, or the quickest.
+2. `estimate_plans` gives the seconds of each plan on each iteration. Let an iteration run the
+   chosen plan that is best for it: then plans are chosen one after another, each the one that
+   shortens the mean iteration most.
+3. Plans near the chosen ones, with some pipelines of one scheme replaced by those of another, are
+   tried as well, and 2 is repeated until nothing changes.
 """
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.assign.pipeline_cost import as_lengths
+from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.proposing.quick_estimates import estimate_plans
-from lightning_hetero.planner.proposing.relaxation import FractionalPlan, Scheme, SchemeTable
+from lightning_hetero.planner.proposing.relaxation import Scheme, SchemeTable
 
 _WORTH_HAVING = 1e-4
 """One more plan must shorten the mean iteration by this share."""
-_NUM_ITERATIONS = 24
+_NUM_ITERATIONS, _FEWEST_ITERATIONS = 24, 3
 """Iterations drawn from the data on which plans are tried."""
-_NUM_ROUNDS = 3
-"""How often plans near the chosen ones are tried."""
-_MOST_ROUNDED = 5
-"""So many numbers of a fractional plan are rounded both ways; others are rounded down."""
+_NUM_ROUNDS = 5
+"""Most rounds of estimates."""
 _MAX_CELL_STEPS = 2e8
 """Limit of sequences × plans × iterations × pipelines that one round estimates."""
 
@@ -101,23 +97,27 @@ def propose(
             f"{dict(num_devices)} takes {limit}. Cut sequences at {limit}, or give schemes "
             "with more tensor parallelism or stages."
         )
-    generator = np.random.default_rng(seed)
-    iterations = [
-        draw_iteration(sizes, tokens_per_iteration, generator) for _ in range(_NUM_ITERATIONS)
-    ]
-    plans = _WholePlans(table, float(sizes.mean()))
-    pool = plans.all_of_one_size(longest).union(*map(plans.near, iterations))
-    tried = _Estimates(table, iterations, most, len(pool))
-    tried.add(pool)
-    chosen = tried.best(longest)
+    generator, mean = np.random.default_rng(seed), float(sizes.mean())
+    # As many iterations as the work allows: sequences × pipelines of each of about 100 plans.
+    cell_steps = tokens_per_iteration / mean * float(table.available.sum()) / 4 * 100
+    number = max(_FEWEST_ITERATIONS, min(_NUM_ITERATIONS, int(_MAX_CELL_STEPS / cell_steps)))
+    iterations = [draw_iteration(sizes, tokens_per_iteration, generator) for _ in range(number)]
+    plans, known = _WholePlans(table, mean), dict[_Counts, FloatArray]()
+    new, chosen = plans.all_of_one_size(longest), list[_Counts]()
     for round_index in range(_NUM_ROUNDS):
-        if tried.is_unbeatable(chosen):
-            break
-        tried.add(plans.neighbours(chosen, round_index))
-        before, chosen = chosen, tried.best(longest)
+        fresh = sorted(new - known.keys())
+        if fresh:
+            values = estimate_plans(iterations, np.array(fresh), table.costs)
+            known.update(zip(fresh, values, strict=True))
+        every = sorted(known)
+        roomy: BoolArray = np.array(every)[:, table.table.max_len >= longest].sum(axis=1) > 0
+        order = choose_together(np.array([known[plan] for plan in every]), roomy, most)
+        before, chosen = chosen, [every[index] for index in order]
         if chosen == before:
             break
-    return list(dict.fromkeys([*chosen, *tried.best_alone()]))[:most]
+        new = plans.neighbours(chosen, round_index)
+    alone = sorted(known, key=lambda plan: (known[plan].mean(), plan))
+    return list(dict.fromkeys([*chosen, *alone]))[:most]
 
 
 class _WholePlans:
@@ -129,25 +129,6 @@ class _WholePlans:
         device_s = mean_s * (schemes.table.num_bubbles + 1) * self._devices.sum(axis=1)
         self._by_efficiency: IntArray = np.argsort(device_s, kind="stable")
         """Schemes in the order of device time that a sequence of mean length takes."""
-
-    def near(self, lengths: IntArray) -> set[_Counts]:
-        """Return plans near the best fractional one for some sequences, which all of them hold."""
-        longest, fractional = int(lengths.max()), FractionalPlan.of(lengths, self._schemes)
-        found = self.all_of_one_size(longest)
-        if fractional is None:
-            return found
-        whole = np.floor(fractional.counts + 1e-6).astype(np.int64)
-        rest = fractional.counts - whole
-        # The largest fractions first: of more there are too many combinations to keep.
-        order = np.argsort(-rest, kind="stable")
-        partial = order[rest[order] > 1e-6][:_MOST_ROUNDED]
-        roomy = self._schemes.table.max_len >= longest
-        for ups in itertools.product((0, 1), repeat=len(partial)):
-            plan = whole.copy()
-            plan[partial] += np.array(ups, dtype=np.int64)
-            if (self._left(plan) >= 0).all() and plan[roomy].any():
-                found.add(self._filled(plan))
-        return found
 
     def all_of_one_size(self, longest: int) -> set[_Counts]:
         """Return two plans of pipelines that hold `longest` tokens: most efficient, quickest."""
@@ -195,41 +176,64 @@ class _WholePlans:
         return tuple(self._fill(plan, self._by_efficiency).tolist())
 
 
-class _Estimates:
-    """The seconds of each plan of the pool on each iteration."""
+def estimate_plans(
+    iterations: Sequence[IntArray], counts: IntArray, costs: Sequence[PipelineCost]
+) -> FloatArray:
+    """Return estimated seconds [plans, iterations], infinite where a sequence doesn't fit.
 
-    def __init__(
-        self, schemes: SchemeTable, iterations: Sequence[IntArray], most: int, num_plans: int
-    ) -> None:
-        self._schemes, self._most = schemes, most
-        self._known: dict[_Counts, FloatArray] = {}
-        # As many iterations as the work allows, the hardest and the easiest among them.
-        steps, width = max(map(len, iterations)), int(schemes.available.sum()) / 4
-        affordable = int(_MAX_CELL_STEPS / (steps * width * max(num_plans, 100)))
-        kept = np.linspace(0, len(iterations) - 1, min(len(iterations), max(3, affordable)))
-        ordered = sorted(iterations, key=lambda item: int(item.max()))
-        self._iterations = [ordered[index] for index in kept.round().astype(int)]
+    In the arrays here, a row is one iteration on one plan. Its sequences are assigned one after
+    another, the longest first: each goes to the scheme whose pipelines then end soonest.
 
-    def add(self, plans: Iterable[_Counts]) -> None:
-        """Estimate plans."""
-        fresh = sorted(set(plans) - self._known.keys())
-        if fresh:
-            values = estimate_plans(self._iterations, np.array(fresh), self._schemes.costs)
-            self._known.update(zip(fresh, values, strict=True))
+    Suppose that the n pipelines of a scheme have N sequences, of t_1 ≥ t_2 ≥ … ≥ t_N seconds. The
+    mean pipeline works for Σt / n seconds. Of the first q sequences, some pipeline has ⌈q / n⌉ or
+    more, each of which takes t_q or more. So the last one works for at least ::
 
-    def best(self, longest: int) -> list[_Counts]:
-        """Return the plans that are best together, the first of which holds `longest` tokens."""
-        plans = sorted(self._known)
-        values = np.array([self._known[plan] for plan in plans])
-        roomy = np.array(plans)[:, self._schemes.table.max_len >= longest].sum(axis=1) > 0
-        return [plans[index] for index in choose_together(values, roomy, self._most)]
+        max(Σt / n, max_q t_q·⌈q / n⌉)
 
-    def best_alone(self) -> list[_Counts]:
-        """Return all plans, the one of the least mean first."""
-        return sorted(self._known, key=lambda plan: (self._known[plan].mean(), plan))
+    seconds. A pipeline of S stages waits for S - 1 more micro-batches. The estimate assumes V equal
+    ones, which must be as long as the longest sequence: it tries the largest V for which they are,
+    and the next one.
 
-    def is_unbeatable(self, chosen: Sequence[_Counts]) -> bool:
-        """Return whether every iteration takes as long as its longest sequence alone."""
-        least_s = self._schemes.alone_s(np.array([item.max() for item in self._iterations]))
-        best_s = np.min([self._known[plan] for plan in chosen], axis=0)
-        return bool((best_s <= least_s * (1 + 1e-3)).all())
+    Args:
+        iterations: Lengths of each iteration's sequences.
+        counts: [plans, K] pipelines of each scheme.
+        costs: The K schemes.
+    """
+    used = np.flatnonzero(counts.any(axis=0))
+    table = CostTable.of([costs[k] for k in used.tolist()])
+    lengths = np.zeros((len(iterations), max(map(len, iterations))))
+    for row, item in enumerate(iterations):
+        lengths[row, : len(item)] = np.sort(item)[::-1]
+    exists = np.repeat(counts[:, used] > 0, len(iterations), axis=0)
+    pipelines = np.maximum(np.repeat(counts[:, used], len(iterations), axis=0), 1)
+    columns = np.tile(lengths, (len(counts), 1)).T
+    rows, bubbles = np.arange(len(pipelines)), table.num_bubbles
+    work_s, least_s, longest_s, given, tokens = np.zeros((5, *pipelines.shape))
+    is_unfit = np.zeros(len(rows), dtype=bool)
+    for length in np.ascontiguousarray(columns):
+        time_s, more = table.times_s(length), tokens + length[:, None]
+        each_s = np.maximum(
+            (work_s + time_s) / pipelines,
+            np.maximum(least_s, time_s * np.ceil((given + 1) / pipelines)),
+        )
+        end_s = each_s + bubbles * np.maximum(longest_s, time_s)
+        end_s += table.c * (bubbles + np.maximum(more / (pipelines * table.max_len), 1.0))
+        end_s[~exists | (length[:, None] > table.max_len)] = np.inf
+        scheme = end_s.argmin(axis=1)
+        is_unfit |= np.isinf(end_s[rows, scheme])
+        # Rows without a sequence left keep what they have.
+        at = rows[length > 0], scheme[length > 0]
+        least_s[at] = np.maximum(least_s[at], time_s[at] * np.ceil((given[at] + 1) / pipelines[at]))
+        longest_s[at] = np.maximum(longest_s[at], time_s[at])
+        work_s[at] += time_s[at]
+        given[at] += 1
+        tokens[at] = more[at]
+    each_s = np.maximum(work_s / pipelines, least_s)
+    fewest = np.maximum(np.ceil(tokens / (pipelines * table.max_len)), 1.0)
+    ratio = each_s / np.where(given > 0, longest_s, 1.0)
+    ends_s = [
+        each_s + bubbles * np.maximum(longest_s, each_s / number) + table.c * (bubbles + number)
+        for number in (np.maximum(np.floor(ratio), fewest), np.maximum(np.ceil(ratio), fewest))
+    ]
+    found_s = np.where(given > 0, np.minimum(*ends_s), 0.0).max(axis=1)
+    return np.where(is_unfit, np.inf, found_s).reshape(len(counts), len(iterations))

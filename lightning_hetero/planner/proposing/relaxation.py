@@ -1,24 +1,22 @@
-"""Find fractional plans: how many pipelines of each scheme suit some sequences (Hydraulis §7).
+"""Bound the seconds of some sequences on devices from below: no plan computes them sooner.
 
 A *scheme* k is one way to run a pipeline; a pipeline of it takes N[k, t] devices of type t, of
 which the cluster has N_t. A *run* r is a group of sequences of nearly equal length; a pipeline of
 scheme k computes all of it in W[r, k] seconds.
 
-The paper's dynamic programme (Eq. 4) divides the lengths into intervals and gives each interval to
-d pipelines of one scheme, such that the slowest interval ends soonest. If d may be a fraction, an
-interval can be divided further at no cost. So each run can choose its schemes by itself: they
-compute shares f[r, k] of it. Let λ be the seconds until all have ended, and D_k = d_k·λ the
-pipeline-seconds of scheme k. Then the best fractional plan solves a linear programme::
+The paper's dynamic programme (Hydraulis §7, Eq. 4) divides the lengths into intervals and gives
+each interval to d pipelines of one scheme, such that the slowest interval ends soonest. If d may be
+a fraction, an interval can be divided further at no cost. So each run can choose its schemes by
+itself: they compute shares f[r, k] of it. Let λ be the seconds until all have ended, and D_k =
+d_k·λ the pipeline-seconds of scheme k. Then the best fractional plan solves a linear programme::
 
     minimise    λ
     subject to  Σ_k f[r, k] = 1             for each run r, over the schemes k that hold it,
                 Σ_r W[r, k]·f[r, k] ≤ D_k   for each scheme k,
                 Σ_k N[k, t]·D_k ≤ λ·N_t     for each type t of devices.
 
-It is the limit of the paper's programme for ever finer steps of d, takes milliseconds instead of
-minutes, and allows several types of devices. Since it leaves out bubbles, allows fractions of
-pipelines and lets a scheme compute a run of which it holds the shortest sequence, no plan computes
-these sequences in less than λ (`work_lower_bound_s`).
+It is the limit of the paper's programme for ever finer steps of d. It leaves out bubbles, allows
+fractions of pipelines and lets a scheme compute a run of which it holds the shortest sequence.
 """
 
 import math
@@ -108,38 +106,26 @@ class SequenceRuns:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FractionalPlan:
-    """Numbers of pipelines that need not be whole."""
-
-    counts: FloatArray
-    """[K] pipelines of each scheme."""
-    latency_s: float
-    """Seconds of the sequences' work on them."""
-
-    @classmethod
-    def of(cls, lengths: IntArray, schemes: SchemeTable) -> Self | None:
-        """Return the best fractional plan for some sequences; None if one fits no scheme."""
-        table = schemes.table
-        runs = SequenceRuns.of(lengths, table)
-        fits = schemes.usable & (runs.least[:, None] <= table.max_len)
-        if not fits.any(axis=1).all():
-            return None
-        # Every micro-batch takes c, and holds MaxLen tokens at most.
-        work_s = runs.work_s + table.c * runs.tokens[:, None] / table.max_len
-        program = LinearProgram()
-        shares = program.add_variables(upper=fits.astype(float).ravel()).reshape(fits.shape)
-        seconds = program.add_variables(upper=np.full(len(schemes.costs), np.inf))
-        (latency,) = program.add_variables(upper=np.inf, cost=1.0)
-        for row, can in zip(shares, fits, strict=True):
-            program.add_row(row[can], 1.0, lower=1.0, upper=1.0)
-        for k, can in enumerate(fits.T):
-            program.add_row([*shares[can, k], seconds[k]], [*work_s[can, k], -1.0], upper=0.0)
-        for devices, available in zip(schemes.devices.T, schemes.available, strict=True):
-            program.add_row([*seconds, latency], [*devices, -available], upper=0.0)
-        solution = program.minimize()
-        latency_s = max(solution.objective, 1e-12)
-        return cls(counts=solution.values[seconds] / latency_s, latency_s=latency_s)
+def fractional_s(lengths: IntArray, schemes: SchemeTable) -> float:
+    """Return λ for some sequences; infinite if one fits no scheme."""
+    table = schemes.table
+    runs = SequenceRuns.of(lengths, table)
+    fits = schemes.usable & (runs.least[:, None] <= table.max_len)
+    if not fits.any(axis=1).all():
+        return math.inf
+    # Every micro-batch takes c, and holds MaxLen tokens at most.
+    work_s = runs.work_s + table.c * runs.tokens[:, None] / table.max_len
+    program = LinearProgram()
+    shares = program.add_variables(upper=fits.astype(float).ravel()).reshape(fits.shape)
+    seconds = program.add_variables(upper=np.full(len(schemes.costs), np.inf))
+    (latency,) = program.add_variables(upper=np.inf, cost=1.0)
+    for row, can in zip(shares, fits, strict=True):
+        program.add_row(row[can], 1.0, lower=1.0, upper=1.0)
+    for k, can in enumerate(fits.T):
+        program.add_row([*shares[can, k], seconds[k]], [*work_s[can, k], -1.0], upper=0.0)
+    for devices, available in zip(schemes.devices.T, schemes.available, strict=True):
+        program.add_row([*seconds, latency], [*devices, -available], upper=0.0)
+    return program.minimize().objective
 
 
 def work_lower_bound_s(
@@ -153,7 +139,5 @@ def work_lower_bound_s(
         num_devices: How many devices of each type there are.
     """
     sizes, table = as_lengths(lengths), SchemeTable(schemes, num_devices)
-    found = FractionalPlan.of(sizes, table)
-    if found is None:
-        return math.inf
-    return max(float(table.alone_s(sizes.max())), found.latency_s)
+    least_s = fractional_s(sizes, table)
+    return max(least_s, float(table.alone_s(sizes.max()))) if least_s < math.inf else least_s
