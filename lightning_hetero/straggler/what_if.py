@@ -124,11 +124,11 @@ def _even(replay: Replay) -> FloatArray:
     trace = replay.trace
     kinds = grouped(trace.kind)
     usual_s = low_median(replay.own_s, kinds)
-    for kind, name in enumerate(trace.kinds):
-        if name in (*FORWARD, *BACKWARD):
-            usual_s[kind] = replay.own_s[trace.kind == kind].mean()
-        elif name == "gc":
-            usual_s[kind] = 0.0
+    for number, kind in enumerate(np.unique(trace.kind).tolist()):
+        if trace.kinds[kind] in (*FORWARD, *BACKWARD):
+            usual_s[number] = replay.own_s[trace.kind == kind].mean()
+        elif trace.kinds[kind] == "gc":
+            usual_s[number] = 0.0
     own_s: FloatArray = usual_s[kinds]
     return own_s
 
