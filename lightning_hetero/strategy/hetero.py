@@ -46,7 +46,6 @@ from lightning_hetero.exchange.transfers import ExchangeKind
 from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
-from lightning_hetero.runtime.setup.undo import undone_if_it_fails
 from lightning_hetero.runtime.slices.early_optimizers import name_parameters, take_over
 from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
 from lightning_hetero.schedules import Schedule
@@ -371,8 +370,7 @@ class HeteroStrategy(HookedStrategy):
         if self.options.config.ownership is Ownership.MEMORY:
             plans = with_owner_shares(plans, facts)
         self.auto_planned = plans.auto
-        with undone_if_it_fails(self._module):
-            engine = self.options.make_engine(facts, plans, precision, seed=told[0][0])
+        engine = self.options.make_engine(facts, plans, precision, seed=told[0][0])
         reduce = partial(self._processes.reduce_in_hooks, device=self.root_device)
         self._slices.begin(engine, trains=trains, reduce=reduce)
         self.set_candidate_plans(plans.candidates, plans.costs)
