@@ -243,20 +243,10 @@ class Cluster:
 
 
 def _with_devices(data: Any, measured: Sequence[DeviceSpec]) -> Any:
-    """Return a cluster's data, with the measured devices added that its nodes name.
-
-    Devices are left out that the data describes, or that are known.
-    """
-    if not isinstance(data, Mapping):
+    """Return a cluster's data, and the measured devices that neither it nor the table describes."""
+    own = data.get("devices", []) if isinstance(data, Mapping) else None
+    if not isinstance(own, list):
         return data
-    nodes, own = (data.get(key) or [] for key in ("nodes", "devices"))
-    if not isinstance(nodes, list) or not isinstance(own, list):
-        return data
-    named = {str(node.get("device")) for node in nodes if isinstance(node, Mapping)}
     described = {str(device.get("name")) for device in own if isinstance(device, Mapping)}
-    added = [
-        device
-        for device in measured
-        if device.name in named - described and canonical_name(device.name) is None
-    ]
+    added = [d for d in measured if d.name not in described and canonical_name(d.name) is None]
     return {**data, "devices": [*own, *added]} if added else data

@@ -250,47 +250,18 @@ class MeasureUnit(StrEnum):
     SECONDS = "seconds"
 
 
-_DECIMAL = {"": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
-_BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50}
-
-
-def _sizes() -> dict[str, float]:
-    factors = {**_DECIMAL, **_BINARY}
-    as_bytes = {
-        f"{prefix}{name}": factor
-        for name in ("B", "byte", "bytes")
-        for prefix, factor in factors.items()
-    }
-    as_bits = {
-        f"{prefix}{name}": factor / 8
-        for name in ("b", "bit", "bits")
-        for prefix, factor in factors.items()
-    }
-    return {**as_bytes, **as_bits}
-
-
-_BYTES = _sizes()
-_FACTORS: Mapping[MeasureUnit, Mapping[str, float]] = {
-    MeasureUnit.BYTES: _BYTES,
-    MeasureUnit.BYTES_PER_S: {
-        f"{name}{per}": factor for name, factor in _BYTES.items() for per in ("/s", "ps")
-    },
-    MeasureUnit.FLOPS_PER_S: {
-        f"{prefix}{name}": factor
-        for prefix, factor in _DECIMAL.items()
-        for name in ("FLOP/s", "FLOPs", "FLOPS", "flop/s", "flops")
-    },
-    MeasureUnit.SECONDS: {
-        "s": 1,
-        "ms": 1e-3,
-        "us": 1e-6,
-        "µs": 1e-6,
-        "μs": 1e-6,
-        "ns": 1e-9,
-        "min": 60,
-        "h": 3600,
-    },
+_SECONDS = {
+    "s": 1,
+    "ms": 1e-3,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "μs": 1e-6,
+    "ns": 1e-9,
+    "min": 60,
+    "h": 3600,
 }
+_SIZE = re.compile(r"([kKMGTP]?)(i?)(B|bytes?|b|bits?)(/s|ps)?")
+_RATE = re.compile(r"([kKMGTP]?)()(?:FLOP/s|FLOPs|FLOPS|flop/s|flops)()()")
 _EXAMPLES = {
     MeasureUnit.BYTES: "80 GiB",
     MeasureUnit.BYTES_PER_S: "12.5 GB/s' or '400 Gbit/s",
@@ -322,8 +293,22 @@ def parse_quantity(text: str, unit: MeasureUnit | None) -> float:
     number, name = found.groups()
     if name is None:
         return float(number)
-    factor = None if unit is None else _FACTORS[unit].get(name)
+    factor = _factor(name, unit)
     if factor is None:
         raise ValueError(wanted)
     # With decimals, so that 20 us is exactly 20e-6.
     return float(Decimal(number) * Decimal(repr(factor)))
+
+
+def _factor(name: str, unit: MeasureUnit | None) -> float | None:
+    """Return how many of `unit` a unit's name means; None if it is none of this kind."""
+    if unit is None or unit is MeasureUnit.SECONDS:
+        return None if unit is None else _SECONDS.get(name)
+    found = (_RATE if unit is MeasureUnit.FLOPS_PER_S else _SIZE).fullmatch(name)
+    if found is None or bool(found[4]) != (unit is MeasureUnit.BYTES_PER_S):
+        return None
+    prefix, is_binary, base = found[1].upper(), bool(found[2]), found[3]
+    if is_binary and not prefix:
+        return None
+    factor: int = (1024 if is_binary else 1000) ** " KMGTP".index(prefix or " ")
+    return factor / 8 if base in ("b", "bit", "bits") else factor

@@ -28,8 +28,7 @@ from lightning_hetero.core.process import AnsweringProcess
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
 """Seconds that a rank waits for the planning process before it plans an iteration itself."""
-_SHORTEST_PAUSE_S = 1e-3
-_LONGEST_PAUSE_S = 0.05
+_PAUSE_S = 5e-3
 
 
 class AssignmentStore:
@@ -55,14 +54,12 @@ class AssignmentStore:
         # By polling: a blocking wait would lock the connection, which may be shared with the thread
         # that publishes this key.
         deadline_s = time.monotonic() + timeout_s
-        pause_s = _SHORTEST_PAUSE_S
         with _naming_the_server():
             while not self._store.check([key]):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     return None
-                time.sleep(min(pause_s, left_s))
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+                time.sleep(min(_PAUSE_S, left_s))
             text: bytes = self._store.get(key)
         return text.decode()
 

@@ -14,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -251,7 +252,7 @@ class AssignedLoader:
         self.stall_s = 0.0
         """Seconds before the latest batch that were spent on drawing and on waiting for its
         assignment."""
-        self.batch_sampler = _EpochSetter(progress)
+        self.batch_sampler = SimpleNamespace(sampler=progress)
         """Only for Lightning, which sets the epoch through a loader's `batch_sampler`.
 
         It would also do so through a `sampler`, but expects more of a loader that has one.
@@ -322,14 +323,6 @@ class AssignedLoader:
         done = None if self._num_trained is None else self._num_trained()
         trained = [cursor for cursor in self._recent if cursor.num_iterations == done]
         return trained[-1] if trained else None
-
-
-class _EpochSetter:
-    """Has `sampler.set_epoch`, which Lightning calls on a loader's `batch_sampler`."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.set_epoch = progress.set_epoch
-        self.sampler = self
 
 
 class _Tickets:

@@ -1,6 +1,7 @@
 """Seed, save and restore the generators of torch, NumPy and Python, independently of the plan."""
 
 import hashlib
+import pickle
 import random
 import struct
 from collections.abc import Mapping
@@ -60,39 +61,20 @@ class GlobalSeed:
         self._seeded = RandomState.now()
 
 
-class TorchState(NamedTuple):
-    """The states of torch's generators that `seed_torch` seeds."""
-
-    cpu: Tensor
-    cuda: Tensor | None
-    """The current device's; None until CUDA is used."""
-
-    @classmethod
-    def now(cls) -> "TorchState":
-        """Return the states as they are."""
-        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        return cls(torch.get_rng_state(), torch.cuda.get_rng_state() if has_cuda else None)
-
-    def put_back(self) -> None:
-        """Make them so again."""
-        torch.set_rng_state(self.cpu)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda)
-
-
 class RandomState(NamedTuple):
     """The states of all generators of this process, on all of its devices."""
 
     torch: Tensor
     cuda: list[Tensor]
-    """One state per device; empty without CUDA."""
+    """One state per device; empty until CUDA is used."""
     numpy: Any
     python: Any
 
     @classmethod
     def now(cls) -> "RandomState":
         """Return the states as they are."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        is_used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        cuda = torch.cuda.get_rng_state_all() if is_used else []
         return cls(torch.get_rng_state(), cuda, np.random.get_state(), random.getstate())
 
     @classmethod
@@ -122,32 +104,12 @@ class RandomState(NamedTuple):
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
-
-class GeneratorStates:
-    """The present states of all generators that `seed_everything` seeds."""
-
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._torch = TorchState.now()
-
-    def put_back(self) -> None:
-        """Make them so again."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        self._torch.put_back()
-
-    def have_changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether anything was drawn or seeded since then."""
-        now = GeneratorStates()
-        (kind, keys, *rest), (other_kind, other_keys, *others) = self._numpy, now._numpy
-        same = kind == other_kind and rest == others and np.array_equal(keys, other_keys)
+        now = RandomState.now()
+        same = pickle.dumps((self.numpy, self.python)) == pickle.dumps((now.numpy, now.python))
         return not (
-            same
-            and self._python == now._python
-            and all(
-                before is None or (after is not None and torch.equal(before, after))
-                for before, after in zip(self._torch, now._torch, strict=True)
-            )
+            same and all(map(torch.equal, (self.torch, *self.cuda), (now.torch, *now.cuda)))
         )
 
 
@@ -155,7 +117,7 @@ class PreservedRandomState:
     """A context that leaves torch's, NumPy's and Python's generators as they were before it."""
 
     def __enter__(self) -> None:
-        self._before = GeneratorStates()
+        self._before = RandomState.now()
 
     def __exit__(self, *_: object) -> None:
         self._before.put_back()

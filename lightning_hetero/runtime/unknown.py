@@ -10,7 +10,7 @@ Operations that draw random numbers draw as many as they would for known values,
 of a pipeline must draw the same numbers in a step.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple, NoReturn
@@ -38,6 +38,13 @@ class Origin:
     """What its values are, as the end of a sentence that begins "It needs": "the output of layer 3,
     which another stage computes"."""
     remedy: str
+
+
+def _refusing(user: str) -> Callable[..., NoReturn]:
+    def refuse(tensor: "Unknown", *_: Any, **__: Any) -> NoReturn:
+        tensor.refuse(user)
+
+    return refuse
 
 
 class Unknown(Tensor):
@@ -117,21 +124,10 @@ class Unknown(Tensor):
         """Raise ModelError: `user`, such as "tolist needs", asks for the values."""
         raise ModelError(f"{user} {self.origin.what}. {self.origin.remedy}")
 
-    def tolist(self) -> NoReturn:
-        """Refuse to give values."""
-        self.refuse("tolist needs")
-
-    def numpy(self, *, force: bool = False) -> NoReturn:
-        """Refuse to give values."""
-        self.refuse("numpy needs")
-
-    def __array__(self, dtype: Any = None) -> NoReturn:
-        """Refuse to give values."""
-        self.refuse("NumPy needs")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be saved or sent."""
-        self.refuse("Saving needs")
+    tolist = _refusing("tolist needs")
+    numpy = _refusing("numpy needs")
+    __array__ = _refusing("NumPy needs")
+    __reduce_ex__ = _refusing("Saving needs")
 
     def __format__(self, format_spec: str) -> str:
         """Refuse to print a value; without a format, say what it is."""
@@ -148,9 +144,6 @@ def check_known(value: Any, user: str) -> None:
     Args:
         value: Any value; its leaves are those of torch's pytrees.
         user: Beginning of the error message, such as "Layer 3 takes".
-
-    Raises:
-        ModelError: It names the origin of the first unknown tensor.
     """
     for leaf in tree_leaves(value) if type(value) is not Tensor else ():
         if isinstance(leaf, Unknown):
@@ -160,13 +153,6 @@ def check_known(value: Any, user: str) -> None:
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors among the leaves of torch's pytrees."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """Return the tensors that an operation changes in place."""
-    writes = _traits_of(func).writes
-    targets = [args[i] if i < len(args) else kwargs.get(name) for i, name in writes]
-    return tensors_in(targets)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +184,7 @@ def _forms_made(
     first: Unknown,
     traits: "_Traits",
 ) -> Any:
-    """Return an operation's result, with each tensor replaced by its form.
-
-    Args:
-        func: The operation.
-        args: Its arguments by position.
-        kwargs: Its arguments by name.
-        first: The first unknown tensor among them.
-        traits: Its effects, and its earlier results: a look-up takes a hundredth of the time.
-    """
+    """Return an operation's result, with each tensor replaced by its form."""
     key: Any = _key_of(args), _key_of((*kwargs, *kwargs.values())) if kwargs else ()
     if traits.is_index:
         key = None  # The shape of the result depends on the values of a mask.
@@ -330,7 +308,8 @@ def _first_unknown(values: Sequence[Any]) -> Unknown:
 
 
 def _check_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any], first: Unknown) -> None:
-    for item in written_by(func, args, kwargs):
+    writes = _traits_of(func).writes
+    for item in tensors_in([args[i] if i < len(args) else kwargs.get(name) for i, name in writes]):
         if not isinstance(item, Unknown):
             first.refuse(f"{_short(func)} writes to a tensor with known values, and needs")
         if item.sealed is not None:

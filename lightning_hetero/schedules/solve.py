@@ -146,10 +146,6 @@ def usual_actions(
     holds more micro-batches than there are workers. Two rules are tried: one with a pace of half
     the busiest worker's seconds, and one in which F always goes first. The shorter order is used;
     all rules of `solve` together would find none that is shorter.
-
-    Args:
-        workers: The worker of each stage.
-        num_microbatches: Micro-batches of the iteration.
     """
     num_stages = len(workers)
     if len(set(workers)) == num_stages:

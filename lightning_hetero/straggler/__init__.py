@@ -7,10 +7,11 @@ imported at first use, because it needs torch and the other names don't.
 from typing import TYPE_CHECKING, Any
 
 from lightning_hetero.straggler.any_job import IterationTimes, find_changes, read_times
-from lightning_hetero.straggler.bocd import BocdDetector, ChangeKind, ChangePoint
+from lightning_hetero.straggler.bocd import BocdDetector
 from lightning_hetero.straggler.events import (
     ActionEvent,
     ChangeEvent,
+    ChangeKind,
     DecisionKind,
     Event,
     Finding,
@@ -29,7 +30,6 @@ __all__ = [
     "BocdDetector",
     "ChangeEvent",
     "ChangeKind",
-    "ChangePoint",
     "DecisionKind",
     "Event",
     "Finding",

@@ -13,8 +13,8 @@ Each file belongs to one rank. Its kind is recognised by its content:
 
 Training repeats the same operations, so the first lag at which their autocorrelation reaches 0.95
 is the number of operations in an iteration (Greyhound). Operations are categories (name, size,
-group), so their autocorrelation is that of their one-hot codes: the share of operations that equal
-the operation `lag` places later, corrected for chance. All lags are computed at once by FFT.
+group), so their autocorrelation is the share of operations that equal the operation `lag` places
+later, corrected for chance.
 """
 
 import gzip
@@ -24,23 +24,23 @@ import pickle
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lightning_hetero.core.arrays import FloatArray, IntArray
+from lightning_hetero.core.arrays import IntArray
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.texts import parse_json, show
 from lightning_hetero.straggler.bocd import BocdDetector
-from lightning_hetero.straggler.events import ChangeEvent, Event, IterationEvent
+from lightning_hetero.straggler.events import Event, IterationEvent
 
 _FEWEST = 2
 _LEAST_CORRELATION = 0.95
-_MOST_KINDS = 64
 _FAMILIES = (("nccl:", "gloo:", "mpi:", "ucc:"), ("record_param_comms",), ("c10d::",))
+_TRACE_KEYS = ("Collective name", "In msg nelems", "Input Dims", "dtype", "Process Group Name")
 _Op = tuple[float, str]
 """An operation's start in seconds, and its category: name, size, group."""
 
@@ -77,12 +77,11 @@ def read_times(path: str | Path) -> IterationTimes:
     """
     content = _read(path)
     if content[:1] == b"\x80":
-        return _periodic(_dumped(_unpickle(content, path), path), path)
+        return _periodic(_operations(_unpickle(content, path), path), path)
     if content.lstrip()[:1] not in (b"{", b"["):
         return _listed(content, path)
     data = parse_json(content, f"file {path}", ConfigurationError, is_ours=False)
-    is_dump = isinstance(data, dict) and "entries" in data
-    return _periodic((_dumped if is_dump else _traced)(data, path), path)
+    return _periodic(_operations(data, path), path)
 
 
 def find_changes(times_s: Sequence[float]) -> list[Event]:
@@ -99,7 +98,7 @@ def find_changes(times_s: Sequence[float]) -> list[Event]:
     for step, time_s in enumerate(times_s):
         events.append(IterationEvent(step=step, iteration_s=time_s))
         if (change := detector.update(time_s)) is not None:
-            events.append(ChangeEvent(**vars(change), where="the job"))
+            events.append(replace(change, where="the job"))
     return events
 
 
@@ -166,90 +165,68 @@ def _unpickle(content: bytes, path: str | Path) -> Any:
         ) from error
 
 
-def _traced(data: Any, path: str | Path) -> list[_Op]:
-    """Return the communication operations of a torch profiler's trace."""
-    events = data.get("traceEvents") if isinstance(data, Mapping) else data
-    if not isinstance(events, list):
-        raise ConfigurationError(f"{path} has no traceEvents; give a torch profiler's JSON trace.")
-    complete = [e for e in events if isinstance(e, Mapping) and e.get("ph") == "X"]
-    keys = ("Collective name", "In msg nelems", "Input Dims", "dtype", "Process Group Name")
-    for family in _FAMILIES:
-        chosen = [e for e in complete if str(e.get("name", "")).startswith(family)]
-        if chosen:
-            return [
-                (_number(e, "ts", path) / 1e6, _kind(e["name"], e.get("args"), keys))
-                for e in chosen
-            ]
-    raise ConfigurationError(
-        f"{path} holds {len(complete)} events but no communication (names nccl:, gloo:, "
-        "record_param_comms). Profile a rank of a distributed run."
-    )
-
-
-def _dumped(data: Any, path: str | Path) -> list[_Op]:
-    """Return the operations of one rank's flight-recorder dump."""
-    entries = data.get("entries") if isinstance(data, Mapping) else None
-    if not isinstance(entries, list | tuple):
-        raise ConfigurationError(f"{path} has no list of entries; give a flight-recorder dump.")
-    keys, found = ("input_sizes", "input_dtypes", "process_group"), []
-    for entry in entries:
-        if not isinstance(entry, Mapping) or "profiling_name" not in entry:
-            raise ConfigurationError(f"{path}: an entry has no profiling_name: {show(entry)}.")
-        kind = _kind(entry["profiling_name"], entry, keys)
-        found.append((_number(entry, "time_created_ns", path) / 1e9, kind))
+def _operations(data: Any, path: str | Path) -> list[_Op]:
+    """Return the operations in a flight recorder's dump, or the communication in a trace."""
+    name, start, per_s = "profiling_name", "time_created_ns", 1e9
+    keys: tuple[str, ...] = ("input_sizes", "input_dtypes", "process_group")
+    try:
+        if isinstance(data, Mapping) and "entries" in data:
+            ops = data["entries"]
+        else:
+            name, start, per_s, keys = "name", "ts", 1e6, _TRACE_KEYS
+            rows = data["traceEvents"] if isinstance(data, Mapping) else data
+            ops = _communication([row for row in rows if row.get("ph") == "X"])
+        found = []
+        for op in ops:
+            facts = op if per_s == 1e9 else op.get("args") or {}
+            kind = f"{op[name]} {[facts.get(key) for key in keys]}"
+            found.append((float(op[start]) / per_s, kind))
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        reason = f"{type(error).__name__}: {error}"[:200]
+        raise ConfigurationError(f"{path} has an entry that can't be read ({reason}).") from error
+    if not found or not np.isfinite([seconds for seconds, _ in found]).all():
+        raise ConfigurationError(
+            f"{path} has no communication (nccl:, gloo:, record_param_comms), or a time that isn't "
+            f"finite. {_wanted(path)}"
+        )
     return found
 
 
-def _number(entry: Mapping[str, Any], name: str, path: str | Path) -> float:
-    number = entry.get(name)
-    if not isinstance(number, int | float) or not abs(number) < 1e300:
-        raise ConfigurationError(f"{path}: {show(entry)} has no finite number {name}.")
-    return float(number)
-
-
-def _kind(name: Any, entry: Any, keys: Sequence[str]) -> str:
-    known = entry if isinstance(entry, Mapping) else {}
-    return f"{name} {[known.get(key) for key in keys]}"
+def _communication(rows: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the rows of the family of names that is found first."""
+    for family in _FAMILIES:
+        if found := [row for row in rows if str(row.get("name", "")).startswith(family)]:
+            return found
+    return []
 
 
 def _periodic(ops: Sequence[_Op], path: str | Path) -> IterationTimes:
     """Return the iterations of operations that repeat, except for start-up and validations."""
     ops = sorted(ops)
-    kinds = Counter(kind for _, kind in ops).most_common(_MOST_KINDS - 1)
-    number = {kind: i for i, (kind, _) in enumerate(kinds)}
-    # Rare categories share a number.
-    codes = np.array([number.get(kind, len(number)) for _, kind in ops], np.int64)
-    correlations = _autocorrelation(codes) if len(codes) >= 2 * _FEWEST else np.zeros(1)
-    good = np.flatnonzero(correlations[1:] >= _LEAST_CORRELATION)
-    if not len(good):
+    codes = np.unique([kind for _, kind in ops], return_inverse=True)[1]
+    lag = next((n for n in range(1, len(ops) // 2 + 1) if _repeats(codes, n)), None)
+    if lag is None or len(ops) < 2 * _FEWEST:
         raise ConfigurationError(
             f"Nothing repeats in the {len(ops)} operations of {path}, so no iteration shows. "
             "Record at least two iterations, better some dozens."
         )
-    lag = int(good[0]) + 1
     starts = [ops[index][0] for index in _starts(codes, lag)]
     return IterationTimes(
-        source=f"{lag} operations an iteration (they repeat with correlation "
-        f"{correlations[lag]:.3f})",
+        source=f"{lag} operations an iteration",
         times_s=tuple(b - a for a, b in pairwise(starts)),
     )
 
 
-def _autocorrelation(codes: IntArray) -> FloatArray:
-    """Return the correlation of one-hot codes for lags 0 to n/2."""
-    num_ops = len(codes)
-    size, lags = 1 << (2 * num_ops - 1).bit_length(), np.arange(num_ops // 2 + 1)
-    overlap = num_ops - lags
-    share, chance = np.zeros((2, len(lags)))
-    for kind in np.unique(codes):
-        present = (codes == kind).astype(np.float64)
-        spectrum = np.fft.rfft(present, size)
-        share += np.fft.irfft(spectrum * spectrum.conj(), size)[lags] / overlap
-        seen = np.concatenate(([0.0], np.cumsum(present)))
-        chance += seen[overlap] * (seen[-1] - seen[lags]) / overlap**2
-    spread = 1.0 - chance
+def _repeats(codes: IntArray, lag: int) -> bool:
+    """Return whether operations equal those `lag` places later, more than by chance."""
+    first, later = codes[:-lag], codes[lag:]
+    share = float((first == later).mean())
+    if share < _LEAST_CORRELATION:
+        return False
+    counts = (np.bincount(part, minlength=int(codes.max()) + 1) for part in (first, later))
+    chance = float(np.dot(*counts)) / len(first) ** 2
     # In a sequence of one category every operation is a repetition.
-    return np.where(spread > 1e-9, (share - chance) / np.maximum(spread, 1e-9), 1.0)
+    return chance > 1.0 - 1e-9 or (share - chance) / (1.0 - chance) >= _LEAST_CORRELATION
 
 
 def _starts(codes: IntArray, lag: int) -> list[int]:

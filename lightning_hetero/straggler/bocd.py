@@ -31,13 +31,12 @@ tuned on other seeds than those of the published figures.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from statistics import median
 
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
+from lightning_hetero.straggler.events import ChangeEvent, ChangeKind
 
 _LEAST_SHIFT = math.log1p(0.10)
 """Least difference of two levels' logarithms that counts: 10 % (Greyhound)."""
@@ -90,37 +89,6 @@ _OUTLIER_DENSITY = 0.01
 _TINY = 1e-290
 
 
-class ChangeKind(StrEnum):
-    """Meanings of a change of the level."""
-
-    SLOWDOWN = "slowdown"
-    """The level rose."""
-    RECOVERY = "recovery"
-    """The level fell after a slowdown: the cause ended or eased."""
-    IMPROVEMENT = "improvement"
-    """The level fell below the healthy one: nothing needs to be done."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChangePoint:
-    """A verified change of the level."""
-
-    step: int
-    """The step whose value completed the change."""
-    onset_step: int
-    """The step of the first value of the new level."""
-    kind: ChangeKind
-    before: float
-    """Median of the values before, in their own unit."""
-    after: float
-    """Median of the values since the onset."""
-
-    @property
-    def ratio(self) -> float:
-        """The level after the change divided by that before."""
-        return self.after / self.before
-
-
 class BocdDetector:
     """Detects the begin and end of a slowdown in times, or in observed/predicted ratios.
 
@@ -147,7 +115,7 @@ class BocdDetector:
         self._in_first_regime = True
         self._last_rose = False
 
-    def update(self, value: float, step: int | None = None) -> ChangePoint | None:
+    def update(self, value: float, step: int | None = None) -> ChangeEvent | None:
         """Process the value of the next iteration; return the change it completes, or None.
 
         A value that isn't a positive finite number (a failed measurement, a clock that was set
@@ -193,7 +161,7 @@ class BocdDetector:
         is_short = _MIN_HISTORY <= len(logs) <= _WARMUP
         return _without_warmup(logs) if self._in_first_regime and is_short else logs
 
-    def _examine(self, run: int, step: int) -> ChangePoint | None:
+    def _examine(self, run: int, step: int) -> ChangeEvent | None:
         """Verify a proposed change whose new level is `run` values old."""
         num_before = self._num_in_regime - run
         if num_before < 1:
@@ -253,7 +221,7 @@ class BocdDetector:
         num_agreeing = sum(abs(value - center) <= _AGREEING * self._scale for value in after)
         return is_chance or (len(after) < 2 * _MIN_RUN and num_agreeing < _MIN_RUN)
 
-    def _report(self, run: int, step: int, before: list[float]) -> ChangePoint:
+    def _report(self, run: int, step: int, before: list[float]) -> ChangeEvent:
         before_log, after_log = median(before), median(self._logs[-run:])
         was_slow = self._healthy_log is not None
         healthy = before_log if self._healthy_log is None else self._healthy_log
@@ -268,7 +236,7 @@ class BocdDetector:
         self._healthy_log = healthy if after_log >= healthy + 0.5 * _LEAST_SHIFT else None
         self._num_in_regime = run
         self._in_first_regime, self._last_rose = False, rises
-        return ChangePoint(
+        return ChangeEvent(
             step=step,
             onset_step=self._steps[-run],
             kind=kind,

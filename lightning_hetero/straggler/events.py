@@ -16,7 +16,6 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import read_entries
 from lightning_hetero.core.reading import build, readable
 from lightning_hetero.core.texts import show
-from lightning_hetero.straggler.bocd import ChangeKind
 
 Pair = tuple[int, int]
 """Global ranks at the two ends of a link."""
@@ -25,6 +24,17 @@ Pair = tuple[int, int]
 def normalise_pair(rank_a: int, rank_b: int) -> Pair:
     """Return the pair with the smaller rank first."""
     return (rank_a, rank_b) if rank_a < rank_b else (rank_b, rank_a)
+
+
+class ChangeKind(StrEnum):
+    """Meanings of a change of the level."""
+
+    SLOWDOWN = "slowdown"
+    """The level rose."""
+    RECOVERY = "recovery"
+    """The level fell after a slowdown: the cause ended or eased."""
+    IMPROVEMENT = "improvement"
+    """The level fell below the healthy one: nothing needs to be done."""
 
 
 class FindingKind(StrEnum):
@@ -79,11 +89,14 @@ class ChangeEvent:
     """The level of a series of values changed."""
 
     step: int
+    """The step whose value completed the change."""
     onset_step: int
+    """The step of the first value of the new level."""
     kind: ChangeKind
     before: float
-    """Level before, in the unit of the series."""
+    """Median of the values before, in the unit of the series."""
     after: float
+    """Median of the values since the onset."""
     where: str = "the run"
     """The series: "the run" (time divided by what its work should take), "rank 3" (seconds per unit
     of work), "the job" (seconds of an iteration of any job); or, once located, "pipeline 1"."""

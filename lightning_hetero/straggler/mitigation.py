@@ -88,9 +88,7 @@ def find_mitigations(
         return all(has_room(change(plan)) for plan in plans)
 
     plan, cut_anew = model.run.plan, model.with_layers_moved
-    steps: list[tuple[Mitigation, str, _Change]] = [
-        (Mitigation.REBALANCE, "", partial(move_ranks, taken_by={}))
-    ]
+    steps: list[tuple[Mitigation, str, _Change]] = [(Mitigation.REBALANCE, "", lambda plan: plan)]
     # A data module's plans cost what they were planned for.
     cut = plan if model.run.is_assigned else cut_anew(plan)
     if cut != plan and fits(cut_anew):
@@ -209,29 +207,29 @@ def _moves(model: RunPrediction, plan: ParallelPlan) -> Iterator[_Moves]:
     pipeline that another suspect slows anyway, inside its own, and into others.
     """
     for pair in model.slow_links:
-        swaps = [[*_swaps(plan, rank, _pipelines_of(plan, [rank]))] for rank in pair]
-        for one, other in product(*swaps):
+        one_end, other_end = ([*_swaps(plan, rank, only_inside=True)] for rank in pair)
+        for one, other in product(one_end, other_end):
             if not one.keys() & other.keys():
                 yield one | other
     suspects = sorted({*model.slow_ranks, *chain(*model.slow_links)})
-    near = _pipelines_of(plan, suspects)
+    near = {place.pipeline_index for rank in suspects if (place := plan.place(rank))}
     for rank in suspects:
         yield from _swaps(plan, rank, near)
-        yield from _swaps(plan, rank, set(range(plan.num_pipelines)) - near)
 
 
-def _pipelines_of(plan: ParallelPlan, ranks: Sequence[int]) -> set[int]:
-    return {place.pipeline_index for rank in ranks if (place := plan.place(rank)) is not None}
+def _swaps(
+    plan: ParallelPlan, rank: int, near: Collection[int] = (), *, only_inside: bool = False
+) -> Iterator[_Moves]:
+    """Yield swaps of a rank's stage with stages of equal degree, and of the rank with ranks.
 
-
-def _swaps(plan: ParallelPlan, rank: int, pipelines: Collection[int]) -> Iterator[_Moves]:
-    """Yield swaps of a rank's stage with stages of equal degree, and of the rank with ranks."""
+    Pipelines that are `near` come first; `only_inside` swaps inside the rank's own pipeline.
+    """
     place = plan.place(rank)
     if place is None:
         return
     own = plan.pipelines[place.pipeline_index].stages[place.stage_index].ranks
-    for index, _, stage in plan.iter_stages():
-        if index not in pipelines or stage.ranks == own:
+    for index, _, stage in sorted(plan.iter_stages(), key=lambda item: item[0] not in near):
+        if stage.ranks == own or (only_inside and index != place.pipeline_index):
             continue
         groups = [(own, stage.ranks)] if len(own) == len(stage.ranks) else []
         groups += [((rank,), (other,)) for other in stage.ranks if len(stage.ranks + own) > 2]
@@ -315,41 +313,39 @@ class FaultAccount:
         self.in_force = self._below = NOTHING
         self._num_slow = 0
         self._costs_s = costs_s
-        self._choices = {item.mitigation: item for item in possible if item.mitigation in costs_s}
-        self._losses_s: dict[Mitigation, float] = {}
-        """What an iteration loses under each step."""
+        ladder = {item.mitigation: item for item in possible if item.mitigation in costs_s}
+        self._above = [ladder[step] for step in Mitigation if step in ladder]
         loss_s = max(0.0, slow_s - healthy_s)
-        for step in Mitigation:
+        self._losses_s = {Mitigation.IGNORE: loss_s}
+        """What an iteration loses under each step."""
+        for item in self._above:
             # A more expensive step that does worse wouldn't be taken: the cheaper one's loss
             # counts.
-            if step in self._choices:
-                loss_s = min(loss_s, max(0.0, self._choices[step].iteration_s - healthy_s))
-            self._losses_s[step] = loss_s
+            loss_s = min(loss_s, max(0.0, item.iteration_s - healthy_s))
+            self._losses_s[item.mitigation] = loss_s
 
     def decide(self) -> Decision:
         """Count one more slow iteration, and decide under which step it runs."""
         self._num_slow += 1
-        above = [step for step in Mitigation if step in self._choices and self._is_above(step)]
-        totals = dict.fromkeys([self.in_force.mitigation, *above], 0.0)
-        total_cost_s = 0.0
-        for step in totals:
-            total_cost_s += self._costs_s[step] if step in above else 0.0
-            totals[step] = total_cost_s + self._lost_s(step)
-        *_, best = (step for step in totals if totals[step] <= min(totals.values()))
-        lost_s = self._lost_s(Mitigation.IGNORE)
-        lost = f"{lost_s:.2f} s lost over {self._num_slow} slow iterations"
-        if best in above:
-            reason = f"{lost}, of which {self._saved(best)}: it pays"
-            self._below, self.in_force = self.in_force, self._choices[best]
+        least_s, cost_s, best = self._lost_s(self.in_force), 0.0, -1
+        for index, item in enumerate(self._above):
+            cost_s += self._costs_s[item.mitigation]
+            if cost_s + self._lost_s(item) <= least_s:
+                least_s, best = cost_s + self._lost_s(item), index
+        lost = f"{self._lost_s(NOTHING):.2f} s lost over {self._num_slow} slow iterations"
+        if best >= 0:
+            reason = f"{lost}, of which {self._saved(self._above[best])}: it pays"
+            self._below, self.in_force = self.in_force, self._above[best]
+            del self._above[: best + 1]
             return Decision(kind=DecisionKind.APPLY, choice=self.in_force, reason=reason)
-        saved = " and ".join(map(self._saved, above))
+        saved = " and ".join(map(self._saved, self._above))
         reason = f"{lost}, {f'of which {saved}' if saved else 'and no further step is possible'}"
         return Decision(kind=DecisionKind.KEEP, choice=self.in_force, reason=reason)
 
     def refuse_plans(self) -> None:
         """Note that the step just taken can't be done here, nor any other that changes plans."""
         self.in_force = self._below
-        self._choices = {step: item for step, item in self._choices.items() if not item.plans}
+        self._above = [item for item in self._above if not item.plans]
 
     def end(self) -> Decision:
         """Decide to undo the step in force, if there is one, as the fault has ended."""
@@ -358,13 +354,10 @@ class FaultAccount:
         reason = f"the cause ended after {self._num_slow} slow iterations"
         return Decision(kind=kind, choice=self.in_force, reason=reason)
 
-    def _is_above(self, step: Mitigation) -> bool:
-        ladder = list(Mitigation)
-        return ladder.index(step) > ladder.index(self.in_force.mitigation)
+    def _lost_s(self, item: PossibleMitigation) -> float:
+        return self._num_slow * self._losses_s[item.mitigation]
 
-    def _lost_s(self, step: Mitigation) -> float:
-        return self._num_slow * self._losses_s[step]
-
-    def _saved(self, step: Mitigation) -> str:
-        saved_s = self._lost_s(self.in_force.mitigation) - self._lost_s(step)
+    def _saved(self, item: PossibleMitigation) -> str:
+        saved_s = self._lost_s(self.in_force) - self._lost_s(item)
+        step = item.mitigation
         return f"{step.value} would have saved {saved_s:.2f} s for {self._costs_s[step]:.2f} s"

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lightning_hetero.core.arrays import FloatArray
-from lightning_hetero.straggler.bocd import BocdDetector, ChangeKind
-from lightning_hetero.straggler.events import ChangeEvent
+from lightning_hetero.straggler.bocd import BocdDetector
+from lightning_hetero.straggler.events import ChangeEvent, ChangeKind
 
 _KEPT = 128
 """Number of iterations that are remembered, so the longest possible baseline."""
@@ -253,17 +253,13 @@ class LevelWatch:
         found = self._read(step, notes)
         self._kept.append(found)
         change = self._detector.update(found.value, step)
-        if change is None:
-            return self._take_rank_change(step, last, is_known=is_known)
-        return ChangeEvent(**vars(change))
+        return change or self._take_rank_change(step, last, is_known=is_known)
 
-    def settle(self) -> None:
-        """Begin a new level with the next iteration."""
+    def settle(self, *, forgets: bool) -> None:
+        """Begin a new level with the next iteration; also forget the iterations that were seen."""
         self._detector.reset()
-
-    def forget(self) -> None:
-        """Forget the iterations that were seen."""
-        self._kept.clear()
+        if forgets:
+            self._kept.clear()
 
     def _read(self, step: int, notes: FloatArray) -> _Iteration:
         """Return a summary of notes; remember the largest change of a pace until it matters."""

@@ -35,8 +35,6 @@ _COINCIDE = 0.2
 """Operations end together if their ends' spread is below this share of their starts' spread."""
 _MOST_EARLY = 0.05
 """So large a share of a step may clocks differ, as far as messages show it."""
-_AS_WELL = 4.0
-"""Ends of more ranks coincide as well as those of fewer if they spread up to so many times more."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,13 @@ class Replay:
         ended_s = trace.end_s - _ROUNDING_S
         ended_s -= np.minimum(_MOST_OVERLAP_S, _OVERLAP * (trace.end_s - trace.start_s))
         group, sent = _pair_transfers(trace)
-        batch = _batches(trace)
         before, computed = _earlier_on_rank(trace, ended_s)
-        waits_for = np.stack(
-            [*_of_batch(batch, before), computed, _received(trace, ended_s), sent], axis=1
-        )
+        waits_for = np.stack([before, computed, _received(trace, ended_s), sent], axis=1)
         _join_collectives(trace, group)
         step_start = _extremes(trace.start_s, trace.step)[0]
         start, end = (times - step_start[trace.step] for times in (trace.start_s, trace.end_s))
         # A receive that only waits effectively begins when the send has ended.
         start = np.minimum(np.maximum(start, np.r_[end, 0.0][sent]), end)
-        end = _ends_of_pairs(trace, group, batch, start, end)
         ready = np.r_[end, 0.0][waits_for].max(axis=1)
         # A receive can do nothing before its send begins. So it waits for the send, whatever its
         # recorded start.
@@ -211,55 +205,6 @@ def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntAr
     return sends[i], receives[j]
 
 
-def _batches(trace: OperationTrace) -> IntArray:
-    """Return a number for each operation; sends and receives that were issued together share it."""
-    same, transfers = np.zeros(len(trace), bool), trace.are(*TRANSFERS)
-    same[1:] = transfers[1:] & transfers[:-1]
-    for column in (trace.step, trace.rank, trace.start_s, trace.end_s):
-        same[1:] &= column[1:] == column[:-1]
-    return np.cumsum(~same)
-
-
-def _of_batch(batch: IntArray, before: IntArray) -> list[IntArray]:
-    """Return each operation's predecessor and, in further columns, what was issued with it."""
-    columns = [before]
-    for back in range(1, min(_DEPTH, int(np.bincount(batch).max()))):
-        other = np.maximum(before - back, 0)
-        with_it = (before >= back) & (batch[other] == batch[before])
-        columns.append(np.where(with_it, other, -1))
-    return columns
-
-
-def _ends_of_pairs(
-    trace: OperationTrace, group: IntArray, batch: IntArray, start: FloatArray, end: FloatArray
-) -> FloatArray:
-    """Return when each send and its receive had ended, although their batches ended later.
-
-    All of a batch seem to end with its last. What began last among those that may have been the
-    last takes all the time; others take what is usual between their stages, if that is less.
-    """
-    pairs = np.flatnonzero((group != np.arange(len(trace))) & trace.are(*TRANSFERS))
-    if not len(pairs) or int(np.bincount(batch).max()) < 2:
-        return end
-    ops = np.r_[pairs, group[pairs]]
-    begins, ends = np.zeros(len(trace)), end.copy()
-    begins[ops] = np.tile(np.maximum(start[pairs], start[group[pairs]]), 2)
-    ends[ops] = np.tile(np.minimum(end[pairs], end[group[pairs]]), 2)
-    may_be_last = ends[ops] >= end[ops] - _ROUNDING_S
-    latest = _extremes(np.where(may_be_last, begins[ops], -np.inf), batch[ops])[1]
-    is_last = may_be_last & (begins[ops] >= latest[batch[ops]] - _ROUNDING_S)
-    known = np.tile(is_last[: len(pairs)] | is_last[len(pairs) :], 2)
-    place = grouped(trace.kind[ops], trace.stage[ops])
-    usual_s = np.full(int(place.max()) + 1, np.inf)
-    for index in np.unique(place[known]):
-        usual_s[index] = np.median((ends - begins)[ops[known & (place == index)]])
-    capped = np.minimum(ends[ops], begins[ops] + usual_s[place])
-    ends[ops] = np.where(known, ends[ops], capped)
-    # Both ends of a pair are in `ops`, of different kinds.
-    ends[ops] = np.tile(np.minimum(ends[pairs], ends[group[pairs]]), 2)
-    return ends
-
-
 def _received(trace: OperationTrace, ended_s: FloatArray) -> IntArray:
     """Return what each forward or backward received, also if it came in the background; or -1."""
     found = np.full(len(trace), -1)
@@ -305,7 +250,7 @@ def _join_collectives(trace: OperationTrace, group: IntArray) -> None:
             starts, ends = (_spread(times[ops], joined) for times in (trace.start_s, trace.end_s))
             if ends < _COINCIDE * starts:
                 possible.append((ends / (int(joined.max()) + 1), joined))
-        least = _ROUNDING_S + _AS_WELL * min((ends for ends, _ in possible), default=0.0)
+        least = _ROUNDING_S + min((ends for ends, _ in possible), default=0.0)
         for joined in [joined for ends, joined in possible if ends <= least][:1]:
             representative = np.full(int(joined.max()) + 1, -1)
             representative[joined] = ops

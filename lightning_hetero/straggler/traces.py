@@ -78,7 +78,6 @@ class OperationTrace:
         has_stages = len(np.unique(stage)) > 1 and len(np.unique(rank)) > len(np.unique(pipeline))
         _check_kinds(set(map(str, kinds)), has_stages=has_stages)
         order = np.lexsort((end, start, rank, step))
-        _check_stages(pipeline, stage)
         is_of = {str(name): kind == index for index, name in enumerate(kinds)}
         order = order[_are_complete(step, pipeline, stage, chunk, is_of)[order]]
         return cls(
@@ -115,21 +114,6 @@ def _unit_s(duration: FloatArray, is_forward: BoolArray) -> float:
     """Return the unit of a trace's times, in seconds: the largest in which forwards are short."""
     forward = float(np.median(duration[is_forward])) if is_forward.any() else 0.0
     return next((unit for unit in (1.0, 1e-3, 1e-6) if forward * unit <= _LONGEST_FORWARD_S), 1e-9)
-
-
-def _check_stages(pipeline: IntArray, stage: IntArray) -> None:
-    """Refuse a trace that lacks a stage.
-
-    Raises:
-        ConfigurationError: It does.
-    """
-    for index in np.unique(pipeline).tolist():
-        found = np.unique(stage[pipeline == index])
-        if found[-1] != len(found) - 1:
-            raise ConfigurationError(
-                f"Of pipeline {index} the trace has stages {', '.join(map(str, found))}, but not "
-                "all from 0 on. Give the operations of one rank of each stage."
-            )
 
 
 def _are_complete(
@@ -225,10 +209,6 @@ class Layout:
     """Layers of each stage."""
     nodes: Mapping[int, str] = field(default_factory=dict)
     """The node of each rank."""
-
-    def __post_init__(self) -> None:
-        if self.tp_size < 1:
-            raise ConfigurationError(f"tp_size is {self.tp_size}; it must be 1 or more.")
 
     @classmethod
     def from_dict(cls, entry: object) -> "Layout":

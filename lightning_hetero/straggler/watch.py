@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from lightning_hetero.straggler.bocd import ChangeKind
 from lightning_hetero.straggler.events import (
     ActionEvent,
     ChangeEvent,
+    ChangeKind,
     DecisionKind,
     Event,
     Finding,
@@ -347,9 +347,8 @@ class RunWatch:
         if cost_s > 0.0:
             # The known cost becomes the mean of both.
             self._costs_s[choice.mitigation] += 0.5 * (cost_s - self._costs_s[choice.mitigation])
-        self._levels.settle()
+        self._levels.settle(forgets=not self.known)
         if not self.known:
-            self._levels.forget()
             self._healthy_s = math.nan
         self._finish(decision, before_s=before_s, after_s=after_s, cost_s=cost_s)
         if choice.is_lasting:

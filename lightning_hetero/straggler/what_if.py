@@ -32,8 +32,6 @@ _SECOND_SHARE = 0.2
 _SLOW, _SLOW_LINK = 1.1, 1.3
 """Factors above which a rank (unless by chance) and a link are slow."""
 _STANDARD_ERRORS = 5.0
-_VARIED = 0.1
-"""Micro-batches differ in length if the median difference of their costs is above this share."""
 _PAUSE, _PAUSED_GAP = 1.5, 0.25
 """A rest above this factor is a pause, and a gap longer than this share of a forward's time."""
 _FEW = 4
@@ -259,13 +257,12 @@ def _take_apart(
         else:
             slow = _significant(own / typical[like], by_rank, like)
         slow[slow < _SLOW] = 1.0
-    length = _lengths(own / (typical[like] * slow), microbatch)
-    # Something that slows a whole pipeline, or its only stage in a step, looks like long
-    # micro-batches.
-    whole_of = grouped(pipeline) if several_stages else grouped(trace.step[ops], pipeline)
-    first_of = np.unique(microbatch, return_index=True)[1]
-    each, of = length[first_of], whole_of[first_of]
-    if not several_stages or np.median(np.abs(each / low_median(each, of)[of] - 1)) <= _VARIED:
+    length = low_median(own / (typical[like] * slow), microbatch)[microbatch]
+    if not several_stages:
+        # What slows the only stage of a pipeline in a step looks like long micro-batches.
+        whole_of = grouped(trace.step[ops], pipeline)
+        first_of = np.unique(microbatch, return_index=True)[1]
+        each, of = length[first_of], whole_of[first_of]
         whole = groups_of(of, _significant(each, of, np.zeros_like(of)))[whole_of]
         length, slow = length / whole, slow * whole
     # A rank is slow in all its operations.
@@ -276,18 +273,6 @@ def _take_apart(
     kinds = groups_of(like, kind)
     per_kind = np.bincount(kinds, typical) / np.maximum(np.bincount(kinds), 1)
     return per_kind[kind] * mean, typical[like] / per_kind[kind], length / mean, slow
-
-
-def _lengths(values: FloatArray, microbatch: IntArray) -> FloatArray:
-    """Return the factor of each operation's micro-batch, as far as it isn't noise."""
-    usual = low_median(values, microbatch)[microbatch]
-    near = values <= usual * (1.0 + 1e-3 + 4.0 * float(np.median(np.abs(values / usual - 1.0))))
-    number = np.bincount(microbatch, near)
-    found: FloatArray = (np.bincount(microbatch, values * near) / number)[microbatch]
-    noise = float(np.mean((values[near] / found[near] - 1.0) ** 2)) / number.mean()
-    spread = float(np.var(found / found.mean()))
-    found += (found.mean() - found) * min(1.0, noise / max(spread, 1e-12))
-    return found
 
 
 def _significant(values: FloatArray, group: IntArray, like: IntArray) -> FloatArray:

@@ -100,7 +100,7 @@ def test_a_new_run_starts_afresh_limits_end_an_epoch_early_and_overfitting_repea
     whole = data()
     whole.setup("fit")
     loader = whole.train_dataloader()
-    loader.batch_sampler.set_epoch(1)
+    loader.batch_sampler.sampler.set_epoch(1)
     assert again[3:] == list(loader)[:3]
     seen = fit(data(), overfit_batches=2)
     assert len(seen) == 4

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_hetero.callbacks import LayerwiseCheckpoint
 from tests.exchange.message_lists import pulls_of, pushes_of
 from tests.fits import (
+    TOLERANCE,
     Outcome,
     assert_same,
     check,
@@ -113,7 +114,8 @@ NIGHTLY: list[tuple[str, str, dict[str, Any]]] = [
         )
         for model, (names, inputs) in SCALED.items()
     ),
-    ("pair", "phi3", DORA),
+    *(("pair", model, DORA) for model in ("phi3", "qwen3", "gemma3_text", "bert")),
+    *(("unequal", model, DORA) for model in ("qwen3", "gemma3_text", "bert")),
     ("stages", "mixtral", {"max_steps": 4}),
     ("beside a copy", "llama", {"adapters": OTHERS["dora"]}),
     ("beside a copy", "llama", TOKENS),
@@ -339,5 +341,8 @@ def test_packed_samples_a_change_of_plan_and_a_resume_on_other_ranks(
     numel = sum(rows.size for content in stored for rows in content.values())
     # Two checkpoints, which hold adapters once.
     assert numel == 2 * sum(item.size for item in expected.weights.values())
+    # With BERT's own head, one device's weights differ by 1.8e-5 between two CPUs' kernels.
+    rtol = 4e-5 if (way, model) == ("saved", "bert") else TOLERANCE
     for found in pool.run(train_with_checkpoints, 2, later, folder):
-        assert_same(replace(found, losses=expected.losses[:3] + found.losses), expected)
+        np.testing.assert_allclose(found.losses, expected.losses[3:], TOLERANCE)
+        assert_same(replace(found, losses=expected.losses), expected, rtol)

@@ -1,15 +1,14 @@
 """Push in two steps: each node sums its own ranks' gradients, then sends one sum to each owner.
 
-Let n ranks hold a unit of S bytes, g of them on each node. In a direct push each rank sends S·(n -
-g)/n to other nodes. Here each rank *relays* to a share of the owners. First the other ranks of its
-node send it their gradients for these owners: S·(g - 1)/g from each rank, over the node's own
-links. Then it adds them up and sends each owner one sum. So each rank sends only S·(n - g)/(n·g) to
-other nodes: g times less, or g/2 times less if gradients travel in bf16, since sums travel in fp32.
-Nodes may have unequal numbers of holders.
+Let n ranks hold a unit of S bytes, g of them on each node. Here each rank *relays* to a share of
+the owners: the other ranks of its node send it their gradients for these owners, it adds them up,
+and sends each owner one sum. So each rank sends S·(n - g)/(n·g) to other nodes: g times less than
+in a direct push, or g/2 times less if gradients travel in bf16, since sums travel in fp32. Nodes
+may have unequal numbers of holders.
 
-Each gradient is rounded once, for the first step. A node adds in order of ranks, an owner in order
-of relays: this gives the same bits on every run, but other bits than a direct push. A pull needs no
-such steps: in the ring of its all-gather each weight enters a node once.
+A node adds in order of ranks, an owner in order of relays: this gives the same bits on every run,
+but other bits than a direct push. A pull needs no such steps: in the ring of its all-gather each
+weight enters a node once.
 """
 
 from collections import defaultdict
@@ -31,10 +30,6 @@ def relays_of(nodes: Sequence[int], node: int) -> list[int]:
     """Return, for each member of a shard group, which member on `node` sends it that node's sum.
 
     A member on `node` is its own relay.
-
-    Args:
-        nodes: The node of each member.
-        node: One of these nodes.
     """
     turns = cycle(place for place, item in enumerate(nodes) if item == node)
     return [place if item == node else next(turns) for place, item in enumerate(nodes)]

@@ -30,9 +30,6 @@ from lightning_hetero.runtime.slices.weights import ComputeWeights, SliceStore, 
 _MOST_TIMED = 16
 """Largest number of senders of a piece for which waits are recorded by peer: a search for a slow
 link probes no more links at once."""
-_ADDED_IN_TURN = 64
-"""Largest number of pipelines that are summed one after another, as messages are; more are summed
-pairwise."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +84,8 @@ class EvenPieces:
         layouts = {id(pieces): pieces for pieces in own_rows}
         known = {key: _Rows.of(pieces, store.device) for key, pieces in layouts.items()}
         self._rows = [known[id(pieces)] for pieces in own_rows]
-        self._own = [pieces[self.own_index] for pieces in own_rows]
+        self.own = [pieces[self.own_index] for pieces in own_rows]
+        """This rank's own rows of each parameter."""
         self._dims = [spec.cut_dim for spec in specs]
         self._shapes = [
             spec.shape_of_rows(rows.width) if spec.shape else (rows.width,)
@@ -139,14 +137,9 @@ class EvenPieces:
         return [
             part.view(shape).narrow(dim, 0, stop - start)
             for part, shape, dim, (start, stop) in zip(
-                torch.split(row, self._sizes), self._shapes, self._dims, self._own, strict=True
+                torch.split(row, self._sizes), self._shapes, self._dims, self.own, strict=True
             )
         ]
-
-    def own_rows_of(self, wholes: Sequence[Tensor], specs: Sequence[ParameterSpec]) -> list[Tensor]:
-        """Return this rank's own rows of whole parameters, as views."""
-        rows = zip(wholes, specs, self._own, strict=True)
-        return [narrow_rows(whole, spec, *own) for whole, spec, own in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -250,7 +243,7 @@ class GatheredUnit(_EvenUnit):
             master = self.weights.home(spec.name)
             parts = self.store.owned_parts(spec.name, master)
             owned.append(parts[0] if parts else narrow_rows(master, spec, 0, 0))
-        return owned, [self.weights.written(spec.name) for spec in self.unit.specs]
+        return owned, [self.weights.shards[spec.name].data for spec in self.unit.specs]
 
     @cached_property
     def _shared(self) -> list[Tensor]:
@@ -344,12 +337,10 @@ class ScatteredUnit(_EvenUnit):
             return received.to(dtype)
         own = received[own_index]  # Rounded like what the other keeper of the rows gets.
         if not self.unit.kind.has_standbys:
-            rows = self.route.pieces.own_rows_of(self._gradients(), self.unit.specs)
-            own = self.route.pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
-        if len(received) > _ADDED_IN_TURN:
-            rectangle = received.to(dtype)
-            rectangle[own_index] = own
-            return _sum_by_pairs(rectangle[self._order])
+            pieces = self.route.pieces
+            found = zip(self._gradients(), self.unit.specs, pieces.own, strict=True)
+            rows = [narrow_rows(whole, spec, *ends) for whole, spec, ends in found]
+            own = pieces.pack_own(rows, dtype)  # Not rounded, as it doesn't travel.
         first, *others = (own if index == own_index else received[index] for index in self._order)
         total = first.to(dtype, copy=True)
         for item in others:
@@ -363,16 +354,3 @@ class ScatteredUnit(_EvenUnit):
         positions = {rank: index for index, rank in enumerate(self.route.pieces.members)}
         order = sorted(holdings, key=lambda item: (item.pipeline_index, item.global_rank))
         return [positions[i.global_rank] for i in order if i.global_rank in positions]
-
-
-def _sum_by_pairs(rows: Tensor) -> Tensor:
-    """Return the sum of rows, rounded in the same way for every element.
-
-    It adds neighbouring rows, then their sums, and so on. A backend's own sum may round an element
-    differently, depending on its place in the row.
-    """
-    while len(rows) > 1:
-        num_pairs = len(rows) // 2
-        sums = rows[: 2 * num_pairs : 2] + rows[1 : 2 * num_pairs : 2]
-        rows = torch.cat([sums, rows[2 * num_pairs :]])
-    return rows[0]

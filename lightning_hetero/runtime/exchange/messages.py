@@ -36,9 +36,6 @@ class SideStream:
     freed without `record_stream`: their memory is used again only in a later `after_compute`, which
     first waits for all work that the computation's stream had until then. Buffers that are sent are
     kept until the send has been waited for.
-
-    Args:
-        device: The rank's device.
     """
 
     def __init__(self, device: torch.device) -> None:

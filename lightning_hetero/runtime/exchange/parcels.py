@@ -58,13 +58,7 @@ class Parcel:
 
 
 class Parcels:
-    """The parcels that a rank sends, receives and keeps for any unit of a kind.
-
-    Args:
-        unit: A unit of the kind.
-        store: The rank's slices.
-        push: Whether the parcels carry gradients to owners; else they carry weights to holders.
-    """
+    """The parcels that a rank sends, receives and keeps for any unit of a kind."""
 
     def __init__(self, unit: Unit, store: SliceStore, *, push: bool) -> None:
         rank = store.global_rank
@@ -98,12 +92,8 @@ def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
     return local
 
 
-@dataclass
-class SentRows:
-    """Rows that this rank sends, and the peers that all get these same rows."""
-
-    peers: list[int]
-    rows: list[Tensor]
+SentRows = tuple[list[int], list[Tensor]]
+"""Peers, and the rows that each of them gets."""
 
 
 @dataclass(eq=False)
@@ -149,36 +139,28 @@ class ParcelUnit:
             self._arrived[parcel.source] = self._empty(parcel.numel)
             given = self._arrived[parcel.source]
             operations.append(dist.P2POp(dist.irecv, given, parcel.source, group))
-        for item in sent:
-            self._sent.append(self._packed(item.rows))
-            operations += [
-                dist.P2POp(dist.isend, self._sent[-1], peer, group) for peer in item.peers
-            ]
+        for peers, rows in sent:
+            self._sent.append(self._packed(rows))
+            operations += [dist.P2POp(dist.isend, self._sent[-1], peer, group) for peer in peers]
         if operations:
             works = dist.batch_isend_irecv(operations)
             self._receives, self._sends = split_works(operations, works)
 
     def _exchange_together(self, group: dist.ProcessGroup, sent: Sequence[SentRows]) -> None:
-        rows = {peer: item.rows for item in sent for peer in item.peers}
-        leaving = [row for peer in sorted(rows) for row in rows[peer]]
+        by_peer = {peer: rows for peers, rows in sent for peer in peers}
+        leaving = [row for _, rows in sorted(by_peer.items()) for row in rows]
         given = self._packed(leaving) if leaving else self._empty(0)
-        giving, receiving = self._splits
+        to = {parcel.destination: parcel.numel for parcel in self.parcels.leaving}
+        come = {parcel.source: parcel.numel for parcel in self.parcels.arriving}
+        members = self.unit.kind.members
+        giving = [to.get(peer, 0) for peer in members]
+        receiving = [come.get(peer, 0) for peer in members]
         received = self._empty(sum(receiving))
         work = dist.all_to_all_single(
             received, given, receiving, giving, group=group, async_op=True
         )
         self._receives, self._sent = [work], [given]
-        self._arrived = dict(
-            zip(self.unit.kind.members, received.split_with_sizes(receiving), strict=True)
-        )
-
-    @cached_property
-    def _splits(self) -> tuple[list[int], list[int]]:
-        """Elements for each member of a collective, and from each."""
-        to = {parcel.destination: parcel.numel for parcel in self.parcels.leaving}
-        come = {parcel.source: parcel.numel for parcel in self.parcels.arriving}
-        members = self.unit.kind.members
-        return [to.get(peer, 0) for peer in members], [come.get(peer, 0) for peer in members]
+        self._arrived = dict(zip(members, received.split_with_sizes(receiving), strict=True))
 
     def _packed(self, rows: Sequence[Tensor]) -> Tensor:
         return end_to_end(rows, self.options.dtype, self.store.device)
@@ -211,20 +193,11 @@ def split_line(line: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     return list(_unflatten_dense_tensors(line, like))  # type: ignore[no-untyped-call]
 
 
-@dataclass
-class _Views:
-    """Views into slices and compute weights, which never move in memory, so are made once."""
-
-    copies: list[tuple[Tensor, Tensor]]
-    """(target, source) of rows that are both owned and held here."""
-    sending: list[SentRows]
-    """What is sent; peers that need the same rows share one buffer."""
-    targets: list[list[Tensor]]
-    """The rows that the parts of each arriving parcel fill."""
-
-
 class PulledParcels(ParcelUnit):
-    """A unit whose weights arrive from their owners as parcels."""
+    """A unit whose weights arrive from their owners as parcels.
+
+    Slices and compute weights never move in memory, so views of them are made once.
+    """
 
     @cached_property
     def arriving_weights(self) -> dict[str, nn.Parameter]:
@@ -234,22 +207,30 @@ class PulledParcels(ParcelUnit):
         return {name: self.weights.shards[name] for name in names}
 
     @cached_property
-    def _views(self) -> _Views:
+    def _copies(self) -> list[tuple[Tensor, Tensor]]:
+        """(target, source) of rows that are both owned and held here."""
+        parts = (part for parcel in self.parcels.kept for part in parcel.parts)
+        shared = self.weights.shared
+        return [
+            (self._of_shard(part), self._of_slice(part))
+            for part in parts
+            if self._spec(part).name not in shared
+        ]
+
+    @cached_property
+    def _targets(self) -> list[list[Tensor]]:
+        """The rows that the parts of each arriving parcel fill."""
+        return [[*map(self._of_shard, parcel.parts)] for parcel in self.parcels.arriving]
+
+    @cached_property
+    def _sending(self) -> list[SentRows]:
+        """What is sent; peers that need the same rows share one buffer."""
         sending: dict[tuple[Part, ...], SentRows] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
-                sending[parcel.parts] = SentRows([], [*map(self._of_slice, parcel.parts)])
-            sending[parcel.parts].peers.append(parcel.destination)
-        return _Views(
-            copies=[
-                (self._of_shard(part), self._of_slice(part))
-                for parcel in self.parcels.kept
-                for part in parcel.parts
-                if self._spec(part).name not in self.weights.shared
-            ],
-            sending=list(sending.values()),
-            targets=[[*map(self._of_shard, parcel.parts)] for parcel in self.parcels.arriving],
-        )
+                sending[parcel.parts] = [], [*map(self._of_slice, parcel.parts)]
+            sending[parcel.parts][0].append(parcel.destination)
+        return list(sending.values())
 
     def _of_slice(self, part: Part) -> Tensor:
         spec = self._spec(part)
@@ -257,11 +238,11 @@ class PulledParcels(ParcelUnit):
 
     def _of_shard(self, part: Part) -> Tensor:
         spec = self._spec(part)
-        return narrow_rows(self.weights.written(spec.name), spec, *part.held)
+        return narrow_rows(self.weights.shards[spec.name].data, spec, *part.held)
 
     def post(self) -> None:
         """Make the local copies, and post sends and receives."""
-        copies = self._views.copies
+        copies = self._copies
         if copies and self.store.owned_device != self.store.device:
             for target, source in copies:
                 own = end_to_end([source], target.dtype, target.device)
@@ -269,10 +250,10 @@ class PulledParcels(ParcelUnit):
         elif copies:
             targets, sources = zip(*copies, strict=True)
             torch._foreach_copy_(targets, sources)
-        self._exchange(self._views.sending)
+        self._exchange(self._sending)
 
     def wait(self) -> None:
         """Wait for the weights, and copy them into the compute weights."""
         self._wait_for_arrivals()
-        for parcel, targets in zip(self.parcels.arriving, self._views.targets, strict=True):
+        for parcel, targets in zip(self.parcels.arriving, self._targets, strict=True):
             torch._foreach_copy_(targets, self._take(parcel, targets))

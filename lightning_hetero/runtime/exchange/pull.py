@@ -134,7 +134,8 @@ class Pull:
             self._post(self._stale)
         if has_costly_checks(self._num_started):
             needed = self._stale or ()
-        self.wait_units(needed)
+        for index in needed:
+            self.wait_unit(index)
         self._is_marked = bool(self._posted)
         # A unit that has several indices is marked under one of them.
         under_way = {unit: index for index, unit in (self._stale or {}).items()}
@@ -194,11 +195,6 @@ class Pull:
                     pulled.wait()
         if self._is_marked:
             _unmark(pulled.arriving_weights.values())
-
-    def wait_units(self, indices: Iterable[int]) -> None:
-        """Wait for the weights of several units."""
-        for index in indices:
-            self.wait_unit(index)
 
     def finish(self) -> None:
         """Wait for the units that are left, and until this rank's sends have left.

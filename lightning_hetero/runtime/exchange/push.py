@@ -119,7 +119,8 @@ class Push:
         On an accelerator the host doesn't wait for the sums, unless there are standbys or slices on
         the host: they are computed on the current stream.
         """
-        self._post_rest()
+        while self._waiting:
+            self._post(self._waiting.pop(0))
         with traced("push.wait"):
             for unit in self._units.values():
                 unit.wait()
@@ -136,10 +137,6 @@ class Push:
         if store.owned_device != store.device or store.has_standbys:
             wait_for_device(store.device)
         return totals
-
-    def _post_rest(self) -> None:
-        while self._waiting:
-            self._post(self._waiting.pop(0))
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's backward passes.

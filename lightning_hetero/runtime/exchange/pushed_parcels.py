@@ -1,88 +1,23 @@
-"""Push units whose owners and holders may be any ranks: send gradients, and sum them at the owners.
+"""Push units whose owners and holders may be any ranks: send gradients, sum them at the owners.
 
 Small weights are picked from their unit's gradients end to end by one call, and summed by one call,
 instead of one for each parameter: each call takes as long as some thousand elements do.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
 from lightning_hetero.runtime.exchange.messages import sum_dtype
-from lightning_hetero.runtime.exchange.parcels import (
-    Parcel,
-    ParcelUnit,
-    Part,
-    SentRows,
-    split_line,
-)
+from lightning_hetero.runtime.exchange.parcels import Parcel, ParcelUnit, Part, split_line
 from lightning_hetero.runtime.slices.weights import narrow_rows
 
 _SMALL_NUMEL = 2**14
 """Largest number of elements of the weights whose gradients are picked by index: an index takes 8
 bytes."""
-
-
-class _OwnRows:
-    """Picks the rows of this rank's gradients that a parcel takes.
-
-    Args:
-        parts: For each part the weight, and which rows of its gradient are taken: cut dim, first
-            row, number of rows.
-    """
-
-    def __init__(self, parts: Sequence[tuple[nn.Parameter, int, int, int]]) -> None:
-        self._parts = parts
-        self.elements: Tensor | None = None
-        """The places of the parcel's elements in all gradients end to end; None if weights aren't
-        small."""
-        sizes = [shard.numel() for shard, *_ in parts]
-        if sum(sizes) <= _SMALL_NUMEL:
-            numbers = torch.split(torch.arange(sum(sizes), device=parts[0][0].device), sizes)
-            of_parts = zip(numbers, parts, strict=True)
-            rows = [_narrow(all_.view_as(i), *rows) for all_, (i, *rows) in of_parts]
-            self.elements = torch.cat([item.reshape(-1) for item in rows])
-
-    def __call__(self) -> list[Tensor]:
-        """Return each part's rows, or all parts as one line; zeros where there is no gradient."""
-        gradients = [
-            torch.zeros_like(shard) if shard.grad is None else shard.grad
-            for shard, *_ in self._parts
-        ]
-        if self.elements is not None:
-            line: Tensor = _flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
-            return [line.index_select(0, self.elements)]
-        pairs = zip(gradients, self._parts, strict=True)
-        return [_narrow(gradient, *rows) for gradient, (_, *rows) in pairs]
-
-
-def _narrow(tensor: Tensor, dim: int, first: int, count: int) -> Tensor:
-    return (tensor if tensor.ndim else tensor.view(1)).narrow(dim, first, count)
-
-
-class _Summand(NamedTuple):
-    """One of the parcels that an owner adds up.
-
-    It arrives from a peer, or is made of this rank's own gradients.
-    """
-
-    parcel: Parcel
-    names: list[str]
-    """The parameter of each part."""
-    like: list[Tensor]
-    """Tensors on the meta device, shaped like the parts."""
-    own: _OwnRows | None
-    """None if the parcel arrives from a peer."""
-
-    @property
-    def is_line(self) -> bool:
-        """Whether it is one tensor that has all rows of each parameter that this rank keeps."""
-        is_line = self.own is None or self.own.elements is not None
-        return is_line and all(part.is_whole_slice for part in self.parcel.parts)
 
 
 class PushedParcels(ParcelUnit):
@@ -95,29 +30,41 @@ class PushedParcels(ParcelUnit):
 
     def post(self) -> None:
         """Post the gradients that leave this rank, which must be final; others needn't be."""
-        self._exchange([SentRows([peer], rows()) for peer, rows in self._leaving])
+        leaving = self.parcels.leaving
+        self._exchange([([item.destination], self._own_rows(item)) for item in leaving])
+
+    def _own_rows(self, parcel: Parcel) -> list[Tensor]:
+        """Return the rows of this rank's gradients that a parcel takes; zeros without gradient.
+
+        Those of small weights are one line.
+        """
+        gradients = [self.weights.gradient(self._spec(part).name) for part in parcel.parts]
+        elements = self._elements[id(parcel)]
+        if elements is None:
+            return self._narrowed(parcel, gradients)
+        line: Tensor = _flatten_dense_tensors(gradients)  # type: ignore[no-untyped-call]
+        return [line.index_select(0, elements)]
+
+    def _narrowed(self, parcel: Parcel, wholes: Iterable[Tensor]) -> list[Tensor]:
+        pairs = zip(wholes, parcel.parts, strict=True)
+        return [narrow_rows(whole, self._spec(part), *part.held) for whole, part in pairs]
 
     @cached_property
-    def _leaving(self) -> list[tuple[int, _OwnRows]]:
-        """For each parcel that leaves, its destination and the gradients that it takes."""
-        return [(item.destination, self._own_rows(item)) for item in self.parcels.leaving]
+    def _elements(self) -> dict[int, Tensor | None]:
+        """By id of each own parcel, the places of its elements in all gradients end to end.
 
-    def _own_rows(self, parcel: Parcel) -> _OwnRows:
-        specs = ((self._spec(part), *part.held) for part in parcel.parts)
-        shards = self.weights.shards
-        return _OwnRows([(shards[spec.name], spec.cut_dim, a, b - a) for spec, a, b in specs])
-
-    @cached_property
-    def _summands(self) -> list[_Summand]:
-        """All parcels that arrive or are kept, in order of pipeline, then rank."""
-        found = []
-        for parcel in self.parcels.summed:
-            names = [self._spec(part).name for part in parcel.parts]
-            like = [self._kept_rows(self.store.masters, part) for part in parcel.parts]
-            shapes = [torch.empty(rows.shape, device="meta") for rows in like]
-            is_own = parcel.source == self.store.global_rank
-            own = self._own_rows(parcel) if is_own else None
-            found.append(_Summand(parcel, names, shapes, own))
+        None if its weights aren't small.
+        """
+        found = dict[int, Tensor | None]()
+        for parcel in (*self.parcels.leaving, *self.parcels.kept):
+            shards = [self.weights.shards[self._spec(part).name] for part in parcel.parts]
+            sizes = [shard.numel() for shard in shards]
+            found[id(parcel)] = None
+            if sum(sizes) <= _SMALL_NUMEL:
+                numbers = torch.split(torch.arange(sum(sizes), device=self.store.device), sizes)
+                like = map(Tensor.view_as, numbers, shards)
+                rows = [item.reshape(-1) for item in self._narrowed(parcel, like)]
+                found[id(parcel)] = torch.cat(rows)
         return found
 
     def wait(self) -> None:
@@ -134,19 +81,20 @@ class PushedParcels(ParcelUnit):
             return self._sum_lines()
         is_kept_twice = self.unit.kind.has_standbys
         totals: dict[str, Tensor] = {}
-        for parcel, names, like, own in self._summands:
-            if own is None:
+        for parcel, like in zip(self.parcels.summed, self._shapes, strict=True):
+            if parcel.source != self.store.global_rank:
                 pieces = self._take(parcel, like)
             else:
-                pieces = own()
-                if own.elements is not None:
+                pieces = self._own_rows(parcel)
+                if self._elements[id(parcel)] is not None:
                     pieces = split_line(pieces[0], like)
                 pairs = zip(pieces, like, strict=True)
-                pieces = [i if i.ndim == rows.ndim else i.reshape(rows.shape) for i, rows in pairs]
+                pieces = [piece.reshape(rows.shape) for piece, rows in pairs]
                 if is_kept_twice:
                     pieces = [piece.to(self.options.dtype) for piece in pieces]
             into, added = [], []
-            for part, name, piece in zip(parcel.parts, names, pieces, strict=True):
+            for part, piece in zip(parcel.parts, pieces, strict=True):
+                name = self._spec(part).name
                 if name not in totals:
                     dtype = self._sum_dtypes[name]
                     if part.is_whole_slice and not is_kept_twice:
@@ -163,24 +111,35 @@ class PushedParcels(ParcelUnit):
 
     @cached_property
     def _are_lines(self) -> bool:
-        found = self._summands
-        is_one = (
-            len({tuple(item.names) for item in found}) == len({*self._sum_dtypes.values()}) == 1
-        )
-        is_rounded = self.unit.kind.has_standbys
-        return is_one and not is_rounded and all(item.is_line for item in found)
+        """Whether all parcels have the same elements in the same order, each in one line."""
+        found = self.parcels.summed
+        is_one = len({tuple(part.index for part in parcel.parts) for parcel in found}) == 1
+        parts = (part for parcel in found for part in parcel.parts)
+        are_own_lines = all(self._elements[id(parcel)] is not None for parcel in self.parcels.kept)
+        is_one = is_one and len({*self._sum_dtypes.values()}) == 1 and are_own_lines
+        return is_one and not self.unit.kind.has_standbys and all(p.is_whole_slice for p in parts)
 
     def _sum_lines(self) -> dict[str, Tensor]:
-        """Sum parcels that have the same elements in the same order, without splitting them."""
         lines = [
-            self._arrived.pop(parcel.source) if own is None else own()[0]
-            for parcel, _, _, own in self._summands
+            self._own_rows(parcel)[0]
+            if parcel.source == self.store.global_rank
+            else self._arrived.pop(parcel.source)
+            for parcel in self.parcels.summed
         ]
-        _, names, like, _ = self._summands[0]
+        names = [self._spec(part).name for part in self.parcels.summed[0].parts]
         total = lines[0].detach().to(self._sum_dtypes[names[0]])
         for line in lines[1:]:
             total += line
-        return dict(zip(names, split_line(total, like), strict=True))
+        return dict(zip(names, split_line(total, self._shapes[0]), strict=True))
+
+    @cached_property
+    def _shapes(self) -> list[list[Tensor]]:
+        """For each summed parcel, tensors on the meta device that are shaped like its parts."""
+        masters = self.store.masters
+        return [
+            [self._kept_rows(masters, part).detach().to("meta") for part in parcel.parts]
+            for parcel in self.parcels.summed
+        ]
 
     @cached_property
     def _sum_dtypes(self) -> dict[str, torch.dtype]:

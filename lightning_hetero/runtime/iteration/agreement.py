@@ -1,23 +1,23 @@
 """Let all ranks agree on what happened in an iteration, by one small row from each.
 
 A row has a few integers, which show whether anything has changed, and sums: loss, target tokens and
-logged values. Rank 0 gathers the rows and sends all of them to all ranks; with n ranks these are n
-rows of 8·(10 + 5 per logged value) bytes. A row is sent as soon as the rank's schedule ends and is
-read after the push, so the exchange adds little waiting. Python objects are gathered only if a rank
-reports something new. On an accelerator the sums are gathered on the device, apart from the
-integers, so that the host doesn't wait for its device.
+logged values. Rank 0 gathers the rows and sends all of them to all ranks. A row is sent as soon as
+the rank's schedule ends and is read after the push, so the exchange adds little waiting. Python
+objects are gathered only if a rank reports something new. On an accelerator the sums are gathered
+on the device, apart from the integers, so that the host doesn't wait for its device.
 
-With standbys the loss of a rank needn't cost a step. Rows are then sent only after the push, so a
-rank that has all rows knows that all ranks have their gradients. If a rank is lost before it has
-sent its row, no rank makes the optimizer step. If rank 0 is lost while it sends all rows to the
-others, some ranks may make the step and others not; then the remaining slices are of two different
-steps, and the run goes on from its newest checkpoint.
+With standbys rows are sent only after the push, so a rank that has all rows knows that all ranks
+have their gradients. If a rank is lost before it has sent its row, no rank makes the optimizer
+step. If rank 0 is lost while it sends all rows to the others, some ranks may make the step and
+others not; then the run goes on from its newest checkpoint.
 """
 
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import IntFlag, auto
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,8 +32,6 @@ from lightning_hetero.runtime.ranks.communicators import Communicators, Rows, al
 from lightning_hetero.runtime.results.step_logs import LogEntry
 
 _NUM_INTEGERS = 5
-_LEAVES, _SEES_JOINERS, _RETURNS = 1, 2, 4
-"""Bits of flags."""
 _MAX_KNOWN = 64
 
 
@@ -54,11 +52,7 @@ class Report:
 
 
 class Reports:
-    """The reports of all ranks, merged once and used in many iterations.
-
-    Args:
-        reports: The report of each global rank.
-    """
+    """The reports of all ranks, merged once and used in many iterations."""
 
     def __init__(self, reports: Sequence[Report]) -> None:
         self.entries = tuple(dict.fromkeys(entry for item in reports for entry in item.entries))
@@ -73,8 +67,18 @@ class Reports:
         """What ranks have counted of their layers."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Header:
+class Flag(IntFlag):
+    """What a rank may have to tell."""
+
+    LEAVES = auto()
+    """Its machine is about to be taken away."""
+    SEES_JOINERS = auto()
+    """It knows of processes that wait to join."""
+    RETURNS = auto()
+    """Its steps returned outputs, or appended items to lists, that other ranks must get."""
+
+
+class Header(NamedTuple):
     """The integers of a rank's row."""
 
     num_samples: int
@@ -83,19 +87,7 @@ class Header:
     """This rank's pipeline, -1 if idle."""
     fingerprint: int
     """Hash of this rank's batch, 0 if idle; it must be the same on all ranks of a pipeline."""
-    is_leaving: bool
-    """Whether this rank's machine is about to be taken away."""
-    sees_joiners: bool
-    """Whether this rank knows of processes that wait to join."""
-    returns: bool
-    """Whether this rank's steps returned outputs, or appended items to lists, that other ranks must
-    get."""
-
-    @property
-    def bits(self) -> int:
-        """The flags as bits of one number."""
-        flags = self.is_leaving * _LEAVES | self.sees_joiners * _SEES_JOINERS
-        return flags | self.returns * _RETURNS
+    flags: Flag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,10 +112,6 @@ class Agreement:
 
     Every rank calls `begin`, then `finish`, once per iteration. Reports are remembered, so that
     equal ones needn't be sent again.
-
-    Args:
-        comms: The communicators.
-        device: Where sums are computed.
     """
 
     def __init__(self, comms: Communicators, device: torch.device) -> None:
@@ -138,23 +126,10 @@ class Agreement:
     def begin(
         self, report: Report, header: Header, sums_of: Callable[[Sequence[LogEntry]], Tensor]
     ) -> None:
-        """Send this rank's row, without waiting for the others'.
-
-        Args:
-            report: This rank's report.
-            header: The integers of its row.
-            sums_of: Returns this rank's float64 sums for the log entries of all ranks.
-        """
+        """Send this rank's row, without waiting for the others'."""
         self._report, self._sums_of = report, sums_of
         digest = zlib.crc32(repr(report).encode())
-        numbers = [
-            digest,
-            header.num_samples,
-            header.pipeline_index,
-            header.fingerprint,
-            header.bits,
-        ]
-        integers = torch.tensor(numbers, dtype=torch.float64)
+        integers = torch.tensor([digest, *header], dtype=torch.float64)
         sums = sums_of(self._entries)
         self._on_device: _DeviceGather | None = None
         if self._device.type == "cpu":
@@ -172,7 +147,7 @@ class Agreement:
         rows = self._rows.share()
         integers: IntArray = rows[:, :_NUM_INTEGERS].numpy().astype(np.int64)
         sums = rows[:, _NUM_INTEGERS:] if self._on_device is None else self._on_device.wait()
-        digests, num_samples, pipelines, fingerprints, bits = integers.T
+        digests, num_samples, pipelines, fingerprints, flags = integers.T
         if pipelines.tobytes() != self._pipelines:
             self._pipelines, self._first_ranks = pipelines.tobytes(), _first_ranks(pipelines)
         _check_fingerprints(pipelines, fingerprints, self._first_ranks)
@@ -181,14 +156,13 @@ class Agreement:
             self._entries = reports.entries
             sums = self._gather(self._sums_of(reports.entries))
         del self._sums_of  # It refers to the iteration, which refers to the plan's weights.
-        any_bits = int(np.bitwise_or.reduce(bits))
-        leaving = (bits & _LEAVES).nonzero()[0].tolist() if any_bits & _LEAVES else ()
+        told = Flag(int(np.bitwise_or.reduce(flags)))
         return Agreed(
             reports=reports,
             num_samples=int(num_samples.sum()),
-            leaving=frozenset(leaving),
-            has_joiners=bool(any_bits & _SEES_JOINERS),
-            returns=bool(any_bits & _RETURNS),
+            leaving=frozenset((flags & Flag.LEAVES).nonzero()[0].tolist()),
+            has_joiners=Flag.SEES_JOINERS in told,
+            returns=Flag.RETURNS in told,
             sums=sums,
         )
 

@@ -1,10 +1,8 @@
 """Decide whose values count for buffers that steps change, and share them with all ranks.
 
-A layer's buffers change on the layer's stage. Buffers outside the layers change on every stage if
-code before the layers changes them, and on last stages if code after the layers does. The values of
-the first pipeline that changes a buffer count; in it, those of the layer's stage or, for a buffer
-outside the layers, of the first stage that changes it. All ranks get these values before an
-evaluation, a checkpoint, a change of plan and the end.
+The values of the first pipeline that changes a buffer count; in it, those of the layer's stage or,
+for a buffer outside the layers, of the first stage that changes it. All ranks get these values
+before an evaluation, a checkpoint, a change of plan and the end.
 
 One device changes a buffer once, with the whole batch. A buffer that several micro-batches change,
 or that pipelines change differently, depends on a micro-batch's content, as BatchNorm's statistics
@@ -68,8 +66,6 @@ class _Buffer:
     source: int | None = None
     """The rank whose values all ranks get at the next `share`; None if it hasn't changed since the
     last one."""
-    before: Tensor | None = None
-    """Of a batch norm's number of batches, the value before the iteration."""
 
     @property
     def current(self) -> Tensor | None:
@@ -88,14 +84,6 @@ class _Buffer:
         self.count, self.seen, self.value = 0, self._now(), None
         if self.seen[0] is not None and (compares or self.is_rewritten):
             self.value = self.seen[0].clone()
-        # With momentum=None the number is that of the batches over which statistics are averaged.
-        if self.attribute == "num_batches_tracked" and getattr(self.owner, "momentum", None):
-            self.before = None if self.seen[0] is None else self.seen[0].clone()
-
-    def end(self) -> None:
-        """Let an iteration count as one batch, however many micro-batches it has."""
-        if self.before is not None and self.current is not None and self.count > 1:
-            self.current.sub_(self.before).floor_divide_(self.count).add_(self.before)
 
     def look(self) -> None:
         """Count one change if the last action has changed it."""
@@ -130,11 +118,8 @@ class BufferWatch:
     Every rank calls `begin` before an iteration, `look` after each action, `report` before the
     agreement and `settle` after it, and `share` where all ranks need the same values.
 
-    Args:
-        module: The module; buffers whose first values differ between ranks become rank 0's.
-        layout: Its layers.
-        comms: The communicators.
-        may_differ: Whether buffers may depend on a micro-batch's content.
+    Buffers whose first values differ between ranks become rank 0's. Only if they `may_differ` may
+    buffers depend on a micro-batch's content.
     """
 
     def __init__(
@@ -187,7 +172,6 @@ class BufferWatch:
         """Return the changed buffers of these layers, and of modules outside the layers."""
         changes = []
         for name, buffer in self._buffers.items():
-            buffer.end()
             buffer.value, count = None, buffer.count or buffer.is_unversioned
             if count and (buffer.layer is None or buffer.layer in layers):
                 digest = _digest(buffer.current) if self._is_first or buffer.is_cache else 0
@@ -196,10 +180,6 @@ class BufferWatch:
 
     def settle(self, reports: Mapping[int, Sequence[BufferChange]], plan: ParallelPlan) -> None:
         """Decide whose buffers count; all ranks decide the same.
-
-        Args:
-            reports: By global rank, the buffers that it has changed, if any.
-            plan: The plan that ran.
 
         Raises:
             StepError: A buffer depends on a micro-batch's content.

@@ -30,7 +30,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.owners import list_owners
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Header, Report
+from lightning_hetero.runtime.iteration.agreement import Agreement, Flag, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
 from lightning_hetero.runtime.iteration.passes import StagePasses
@@ -56,18 +56,7 @@ from lightning_hetero.runtime.tensor_parallel.sharding import TensorParallel
 
 
 class Engine:
-    """One module's slices and the plan that runs it, on one rank.
-
-    Args:
-        module: The user's LightningModule, whole or on the meta device.
-        layout: Its layers and parameters.
-        plan: The plan to run.
-        communicators: The process groups.
-        config: Options.
-        device: The rank's device.
-        clock: Times the rank's actions.
-        tensor_parallel: The sharded modules; None if no plan has a degree above 1.
-    """
+    """One module's slices and the plan that runs it, on one rank."""
 
     def __init__(  # noqa: PLR0913 - what a run consists of
         self,
@@ -122,7 +111,7 @@ class Engine:
         self.fingerprint = 0
         """Hash of the next batch, computed before the batch is moved to the device; ranks compare
         it."""
-        self._is_leaving = self._sees_joiners = False
+        self._flags = Flag(0)
         self.leaving: frozenset[int] = frozenset()
         """Ranks whose machines are about to be taken away, as told in the last iteration; the same
         on every rank."""
@@ -133,7 +122,7 @@ class Engine:
     @property
     def is_leaving(self) -> bool:
         """Whether this rank's machine is about to be taken away, as last given to `tell`."""
-        return self._is_leaving
+        return Flag.LEAVES in self._flags
 
     def tell(self, *, is_leaving: bool, sees_joiners: bool = False) -> None:
         """Tell all ranks, with each iteration from now on, what this rank knows.
@@ -142,7 +131,7 @@ class Engine:
             is_leaving: Whether this rank's machine is about to be taken away.
             sees_joiners: Whether other processes wait to join.
         """
-        self._is_leaving, self._sees_joiners = is_leaving, sees_joiners
+        self._flags = Flag(is_leaving * Flag.LEAVES | sees_joiners * Flag.SEES_JOINERS)
 
     # -- an iteration ---------------------------------------------------------------------------
 
@@ -167,7 +156,6 @@ class Engine:
         """
         is_training = key.phase is Phase.TRAIN
         running = self.plans.begin(key.phase, key.epoch)
-        # Cut.
         microbatches, first_index = self._cut(batch)
         sizes = [sizes_of(item) for item in microbatches]
         is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
@@ -223,7 +211,9 @@ class Engine:
         self.settle()
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
-        loss = None if sums is None else self._keep_gradients(sums, agreed, scale, key)
+        loss = self.gradients.finish(
+            sums, running.unused(agreed.reports.num_missing), agreed.sums, scale, str(key)
+        )
         self.logs.replay(agreed.reports.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         if is_training:
@@ -252,7 +242,7 @@ class Engine:
             self.logs.recording(is_last=running.is_last),
             running.weights,
         ):
-            running.start_pull()
+            running.pull.start(needed=(-1, running.plan.num_layers))  # Those outside the layers.
             yield
 
     def _check_split(
@@ -271,13 +261,12 @@ class Engine:
         """Send this rank's row of the agreement, without waiting for the others."""
         place, running = self.place, self.plans.running
         is_first = place is not None and place.stage_index == place.tp_rank == 0
+        returns = self.config.share_outputs and not all(i.is_empty for i in results.records)
         header = Header(
             num_samples=results.epoch_weight if is_first else 0,
             pipeline_index=-1 if place is None else place.pipeline_index,
             fingerprint=0 if place is None else self.fingerprint,
-            is_leaving=self._is_leaving,
-            sees_joiners=self._sees_joiners,
-            returns=self.config.share_outputs and not all(i.is_empty for i in results.records),
+            flags=self._flags | returns * Flag.RETURNS,
         )
         report = Report(
             entries=self.logs.entries,
@@ -300,20 +289,10 @@ class Engine:
         """Whether this rank reports the loss that all ranks of its tensor-parallel group have."""
         return self.place is None or self.place.tp_rank == 0
 
-    def _keep_gradients(
-        self, sums: dict[str, Tensor], agreed: Agreed, scale: LossScale, key: IterationKey
-    ) -> Tensor:
-        """Keep the summed gradients for the optimizer, and return the iteration's loss."""
-        self.gradients.take(sums, self.plans.running.unused(agreed.reports.num_missing))
-        return self.gradients.finish(agreed.sums[:, :NUM_TOTALS], scale, str(key))
-
     def settle(self) -> None:
         """Check the last iteration's sums, which arrive one iteration late on an accelerator.
 
         Called by all ranks together.
-
-        Raises:
-            StepError: The sums break the contract; see `LateNumbers`.
         """
         self.gradients.settle()
 
@@ -333,9 +312,6 @@ class Engine:
         """Run another plan from the next iteration on; called by every rank with the same plan.
 
         No optimizer state moves: slices stay with their owners.
-
-        Raises:
-            PlanError, ModelError: See `PlanSwitch.check`.
         """
         if plan != self.plan:
             self.buffers.share()

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_hetero.core.actions import Action, ActionKind
-from lightning_hetero.runtime.clock import ComputeClock, is_traced, traced
+from lightning_hetero.models.batches import epoch_weight
+from lightning_hetero.runtime.clock import ComputeClock, traced
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.schedule_choice import StageSchedule
 from lightning_hetero.runtime.iteration.split_parts import copy_of
@@ -22,10 +23,7 @@ from lightning_hetero.runtime.iteration.step_results import StepResults
 from lightning_hetero.runtime.random_state import seeds_of
 from lightning_hetero.runtime.stage.boundary import StageBoundary
 from lightning_hetero.runtime.stage.chunks import Chunk
-from lightning_hetero.runtime.stage.microbatch_pass import (
-    MicrobatchPass,
-    StageEnd,
-)
+from lightning_hetero.runtime.stage.microbatch_pass import MicrobatchPass, StageEnd
 from lightning_hetero.runtime.stage.recomputation import Recomputation
 from lightning_hetero.runtime.stage.split_layers import LayerSplitter
 
@@ -52,17 +50,9 @@ class _InFlight:
 class StagePasses:
     """The passes of one iteration's micro-batches on one rank.
 
-    Args:
-        running: The plan that runs.
-        boundary: The wrapped layers of the user's model.
-        results: Collects the steps' results.
-        microbatches: This rank's micro-batches, in order.
-        num_samples: Samples of each.
-        recomputations: By stage, what each micro-batch recomputes in backward.
-        first_index: Number of micro-batches in the pipelines before this rank's, by which random
-            numbers are seeded.
-        seed: The numbers from which the random numbers of all micro-batches are seeded.
-        splitter: Splits backward passes; None if they aren't split.
+    `num_samples` and, by stage, `recomputations` are those of each micro-batch. Random numbers are
+    seeded by `seed` and the micro-batch's index among those of all pipelines, of which this rank's
+    first one has `first_index`. Without `splitter` backward passes aren't split.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration consists of
@@ -110,35 +100,16 @@ class StagePasses:
         clock: ComputeClock,
         after_action: Callable[[], None],
     ) -> None:
-        """Run the actions of the schedule, and call `after_action` after each.
-
-        Raises:
-            StepError, ModelError: The step or the model does something that a stage can't do.
-        """
+        """Run the actions of the schedule, and call `after_action` after each."""
         for index, chunk in self._chunks.items():
             chunk.link.begin(schedule.held_by(index), schedule.held_by(index - 1))
-        with nullcontext() if self._splitter is None else self._splitter.active():
-            self._run_all(schedule.actions, step, clock=clock, after_action=after_action)
-
-    def _run_all(
-        self,
-        actions: Sequence[Action],
-        step: Callable[[Any], Any],
-        *,
-        clock: ComputeClock,
-        after_action: Callable[[], None],
-    ) -> None:
-        are_traced = is_traced()
-        for chunk in self._running.chunks:
             self._expect_activations(chunk, 0)
-        for action in actions:
-            with clock.action(action.kind, action.microbatch_index, action.stage_index):
-                if are_traced:
+        with nullcontext() if self._splitter is None else self._splitter.active():
+            for action in schedule.actions:
+                with clock.action(action.kind, action.microbatch_index, action.stage_index):
                     with traced(action):
                         self._run_action(action, step)
-                else:
-                    self._run_action(action, step)
-                after_action()
+                    after_action()
         self._join_sums()
 
     def _run_action(self, action: Action, step: Callable[[Any], Any]) -> None:
@@ -198,7 +169,8 @@ class StagePasses:
         microbatch, running = self._microbatches[index], self._running
         chunk = self._chunks[stage_index]
         link = chunk.link
-        self._results.begin(microbatch, self._num_samples[index], counts=chunk is running.chunks[0])
+        if chunk is running.chunks[0]:
+            self._results.epoch_weight += epoch_weight(microbatch, self._num_samples[index])
         if chunk is not running.chunks[-1]:
             microbatch = copy_of(microbatch)  # It is needed again, and a step may change it.
         forward = MicrobatchPass(
@@ -212,7 +184,8 @@ class StagePasses:
             reads=running.read_watch(chunk),
         )
         try:
-            output = self._run_step(forward, step, microbatch)
+            with running.weights.in_step():
+                output = self._boundary.run_step(forward, step, microbatch)
         except StageEnd as end:
             self._results.drop()
             link.send_activation(end.handed_on)
@@ -222,15 +195,6 @@ class StagePasses:
         self._expect_activations(chunk, index + 1)
         losses, gradient = self._results.keep(output, microbatch)
         self._hold((stage_index, index), forward, losses, gradient)
-
-    def _run_step(
-        self, forward: MicrobatchPass, step: Callable[[Any], Any], microbatch: Any
-    ) -> Any:
-        hiding = self._running.weights.in_step()
-        if hiding is None:
-            return self._boundary.run_step(forward, step, microbatch)
-        with hiding:
-            return self._boundary.run_step(forward, step, microbatch)
 
     def _hold(
         self,

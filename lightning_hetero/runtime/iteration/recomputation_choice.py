@@ -1,16 +1,14 @@
 """Decide which layers of a rank's stage each micro-batch of an iteration recomputes.
 
 The plan decides or, if it says nothing, the strategy's option. Under a budget in bytes
-`core.recomputation` decides, from the number of tokens of each micro-batch and the bytes that a
-layer keeps per token. To count these bytes, the first iteration recomputes all layers but one, the
-last layer of the first micro-batch. Its backward comes before any layer is recomputed, so this
-takes no more memory than the smallest possible budget. Each later iteration counts one layer that
-isn't recomputed, and the largest count is used for all layers.
+`core.recomputation` decides, from the tokens of each micro-batch and the bytes that a layer keeps
+per token. To count these, the first iteration recomputes all layers but the last one of the first
+micro-batch: its backward comes before any layer is recomputed, so this takes no more memory than
+the smallest possible budget. Each later iteration counts one layer; the largest count is used.
 """
 
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from lightning_hetero.core.actions import Action
@@ -18,7 +16,6 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.core.recomputation import (
     LayerBytes,
-    Windows,
     fewest_recomputed,
     held_at_backward,
 )
@@ -31,21 +28,12 @@ from lightning_hetero.runtime.stage.recomputation import (
     names_recomputation,
 )
 
-
-@dataclass(frozen=True)
-class MeasuredBytes:
-    """A rank's count of one layer's bytes, used by all stages with its TP degree."""
-
-    tp_degree: int
-    layer: LayerBytes
+MeasuredBytes = tuple[int, LayerBytes]
+"""A rank's TP degree, and its count of one layer's bytes, used by all stages with this degree."""
 
 
 class RecomputationChoice:
-    """Chooses which layers stages of one rank recompute, and learns how many bytes layers keep.
-
-    Args:
-        options: The strategy's options, used if the plan says nothing.
-    """
+    """Chooses which layers stages of one rank recompute, and learns how many bytes layers keep."""
 
     def __init__(self, options: LayerOptions) -> None:
         self.measured: MeasuredBytes | None = None
@@ -59,11 +47,6 @@ class RecomputationChoice:
         self, chunks: Sequence[Chunk], microbatches: Sequence[Any], schedule: tuple[Action, ...]
     ) -> dict[int, list[Recomputation]]:
         """Return, for each stage, which layers each micro-batch of an iteration recomputes.
-
-        Args:
-            chunks: The rank's stages.
-            microbatches: The rank's micro-batches.
-            schedule: The rank's actions in training.
 
         Raises:
             PlanError: The budget doesn't even hold one recomputed layer.
@@ -98,9 +81,15 @@ class RecomputationChoice:
         schedule: tuple[Action, ...],
     ) -> list[Recomputation]:
         """Return which layers each micro-batch recomputes on a stage with a budget."""
-        tokens = [_count_tokens(microbatch) for microbatch in microbatches]
-        fewest = partial(_fewest, stage, budget, tokens, held_at_backward(schedule))
+        tokens, windows = [*map(_count_tokens, microbatches)], held_at_backward(schedule)
         layer, num_layers = self._known.get(stage.tp_degree), len(stage.layers)
+
+        def fewest(layer: LayerBytes) -> tuple[int, ...]:
+            try:
+                return fewest_recomputed(budget, layer, num_layers, tokens, windows)
+            except PlanError as error:
+                raise PlanError(f"The stage on ranks {list(stage.ranks)}: {error}") from None
+
         counts = [num_layers - (index == 0) for index in range(len(tokens))]
         if layer is not None:
             counts = list(fewest(layer))
@@ -121,12 +110,12 @@ class RecomputationChoice:
     def learn(self, measured: Sequence[MeasuredBytes]) -> None:
         """Take over the counts of all ranks, after an agreement."""
         self.measured = None
-        for item in measured:
-            known = self._known.get(item.tp_degree, item.layer)
+        for tp_degree, layer in measured:
+            known = self._known.get(tp_degree, layer)
             # The larger count is used, since ranks of a stage must recompute the same.
-            self._known[item.tp_degree] = LayerBytes(
-                kept=max(known.kept, item.layer.kept),
-                recomputed=max(known.recomputed, item.layer.recomputed),
+            self._known[tp_degree] = LayerBytes(
+                kept=max(known.kept, layer.kept),
+                recomputed=max(known.recomputed, layer.recomputed),
             )
 
     def _fixed(self, stage: StagePlan) -> Recomputation:
@@ -147,21 +136,11 @@ class RecomputationChoice:
         def report(layer: LayerBytes) -> None:
             known = self._known.get(stage.tp_degree)
             if known is None or layer.kept > known.kept or layer.recomputed > known.recomputed:
-                self.measured = MeasuredBytes(stage.tp_degree, layer)
+                self.measured = stage.tp_degree, layer
             if known is None:
                 fewest(layer)  # Raises if the budget is too small.
 
         return MeasuredLayer(index=stage.layers[-1], num_tokens=num_tokens, report=report)
-
-
-def _fewest(
-    stage: StagePlan, budget: int, tokens: Sequence[int], windows: Windows, layer: LayerBytes
-) -> tuple[int, ...]:
-    """Return how many layers each micro-batch recomputes on a stage with a budget of bytes."""
-    try:
-        return fewest_recomputed(budget, layer, len(stage.layers), tokens, windows)
-    except PlanError as error:
-        raise PlanError(f"The stage on ranks {list(stage.ranks)}: {error}") from None
 
 
 def _count_tokens(microbatch: Any) -> int:

@@ -10,7 +10,6 @@ of sizes of micro-batches.
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import median
 from types import MappingProxyType
@@ -27,7 +26,7 @@ from lightning_hetero.core.actions import (
 )
 from lightning_hetero.core.places import usual_held
 from lightning_hetero.core.plan import ParallelPlan
-from lightning_hetero.runtime.clock import ComputeClock
+from lightning_hetero.runtime.clock import ActionTime, ComputeClock
 from lightning_hetero.runtime.iteration.running_plan import MAX_KNOWN_PLANS, RunningPlan
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.stage.activations import measure_edges
@@ -86,30 +85,8 @@ class _Times(NamedTuple):
     that is held in all chunks of the rank counts once."""
 
 
-@dataclass
-class _Own:
-    """What this rank has measured of a plan."""
-
-    num_iterations: int = 0
-    seconds: dict[ActionKind, dict[int, list[float]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(list))
-    )
-    """Seconds of each action, by kind and stage."""
-
-    def medians_s(self, kind: ActionKind) -> dict[int, float]:
-        """Return the median seconds of an action of this kind, by stage."""
-        return {stage: median(seconds) for stage, seconds in self.seconds[kind].items()}
-
-
 class ScheduleChoice:
-    """The actions of one rank in each training iteration.
-
-    Args:
-        kind: The user's choice.
-        is_split: Whether backward passes can be split.
-        comms: The communicators, over which measured times are shared.
-        clock: Measures the times.
-    """
+    """The actions of one rank in each training iteration."""
 
     def __init__(
         self, kind: Schedule, comms: Communicators, clock: ComputeClock, *, is_split: bool
@@ -120,7 +97,8 @@ class ScheduleChoice:
         self._clock = clock
         self._ran: ParallelPlan | None = None
         """The plan of the last training iteration."""
-        self._own: dict[ParallelPlan, _Own] = defaultdict(_Own)
+        self._own = defaultdict[ParallelPlan, list[tuple[ActionTime, ...]]](list)
+        """For each plan the actions of its measured iterations."""
         self._times: dict[ParallelPlan, list[_Times]] = {}
         """For each plan the times of all ranks."""
         self._solve = lru_cache(maxsize=256)(self._solved)
@@ -176,20 +154,24 @@ class ScheduleChoice:
         own, last = self._own[plan], self._clock.last
         if len(self._own) > MAX_KNOWN_PLANS:
             self._own.pop(next(iter(self._own)))  # It is measured anew if it runs again.
-        own.num_iterations += 1
-        if timed is plan and own.num_iterations > 1 and last is not None:
-            for action in last.actions:
-                own.seconds[action.kind][action.stage_index].append(action.compute_s)
-        if own.num_iterations == _MEASURED_ITERATIONS:
-            self._share(running, own)
+        own.append(last.actions if own and timed is plan and last is not None else ())
+        if len(own) == _MEASURED_ITERATIONS:
+            self._share(running, [action for actions in own for action in actions])
 
-    def _share(self, running: RunningPlan, own: "_Own") -> None:
+    def _share(self, running: RunningPlan, actions: Sequence[ActionTime]) -> None:
         """Share what was measured of a plan with all ranks."""
+        seconds = defaultdict[tuple[ActionKind, int], list[float]](list)
+        for action in actions:
+            seconds[action.kind, action.stage_index].append(action.compute_s)
+
+        def medians_s(kind: ActionKind) -> dict[int, float]:
+            return {stage: median(found) for (own, stage), found in seconds.items() if own is kind}
+
         place = running.place
         is_measured = place is not None and place.tp_rank == 0
         found = _Times(
-            own.medians_s(ActionKind.FORWARD),
-            own.medians_s(ActionKind.BACKWARD),
+            medians_s(ActionKind.FORWARD),
+            medians_s(ActionKind.BACKWARD),
             measure_edges({c.index: c.link for c in running.chunks}) if is_measured else {},
             _room(running),
         )

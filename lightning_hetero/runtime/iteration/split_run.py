@@ -9,7 +9,6 @@ in logs, buffers, random states and gradients.
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -23,7 +22,7 @@ from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.iteration.running_plan import RunningPlan
 from lightning_hetero.runtime.iteration.split_parts import copy_of, parts_of
 from lightning_hetero.runtime.iteration.step_results import LossScale, loss_of
-from lightning_hetero.runtime.random_state import GeneratorStates, PreservedRandomState
+from lightning_hetero.runtime.random_state import PreservedRandomState, RandomState
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.results.counts import Counting, LossReduction, LossRule
 from lightning_hetero.runtime.results.split_check import (
@@ -57,24 +56,24 @@ class _WatchedPass(MicrobatchPass):
 
     limits: Limits = field(default_factory=lambda: Limits.of(torch.float32))
     has_drawn: bool = False
-    _states: GeneratorStates | None = None
+    _states: RandomState | None = None
 
     def look(self) -> None:
         """Note whether random numbers were drawn since the last call; called before reseeding."""
-        self.has_drawn |= self._states is not None and self._states.have_changed()
+        self.has_drawn |= self._states is not None and self._states.has_changed()
         self._states = None
 
     def begin_layer(self, index: int, *, again: bool = False) -> None:
         """See `MicrobatchPass`."""
         self.look()
         super().begin_layer(index, again=again)
-        self._states = GeneratorStates()
+        self._states = RandomState.now()
 
     def watching(self, step: Step) -> Step:
         """Return a step that notes the generators' states as it begins."""
 
         def run(microbatch: Any) -> Any:
-            self._states = GeneratorStates()
+            self._states = RandomState.now()
             return step(microbatch)
 
         return run
@@ -111,16 +110,7 @@ class _Seen:
 
 
 class SplitRun:
-    """Runs the check when it is due, and keeps its result.
-
-    Args:
-        module: The LightningModule.
-        layout: Its layers and parameters.
-        boundary: The wrapped layers.
-        comms: The communicators.
-        config: The engine's options.
-        device: The rank's device.
-    """
+    """Runs the check when it is due, and keeps its result."""
 
     def __init__(
         self,
@@ -164,12 +154,7 @@ class SplitRun:
     ) -> None:
         """Check, and decide how losses count; called by all ranks, in the running plan's contexts.
 
-        Args:
-            step: Runs the user's step on one micro-batch.
-            microbatches: This rank's micro-batches.
-            running: The plan.
-            seed: The numbers from which random numbers are seeded.
-            recompute: Returns what a stage recomputes in the backward of a part.
+        `recompute` returns what a stage recomputes in the backward of a part.
 
         Raises:
             StepError: On every rank, if the batch can't be cut without changing the loss.
@@ -259,9 +244,8 @@ class SplitRun:
         link: ActivationLink,
     ) -> _Seen | None:
         """Run one part; return its result if this is a last stage."""
-        hiding = running.weights.in_step() or nullcontext()
         try:
-            with hiding:
+            with running.weights.in_step():
                 output = self._boundary.run_step(forward, forward.watching(step), part)
             check_known(output, "What the step returns needs")
             forward.look()

@@ -12,17 +12,16 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_hetero.core.errors import StepError
-from lightning_hetero.models.batches import epoch_weight
 from lightning_hetero.runtime.iteration.config import EngineConfig
 from lightning_hetero.runtime.results.counts import Counting, LossRule, as_weight
 from lightning_hetero.runtime.results.iteration_loss import (
-    IterationLoss,
+    NUM_TOTALS,
     LateNumbers,
-    LossSums,
     NonfiniteGradients,
     answer_nonfinite,
     has_nonfinite,
-    nonfinite_ranks,
+    loss_and_scale,
+    totals_of,
 )
 from lightning_hetero.runtime.results.outputs import AppendedLists, StepRecord
 from lightning_hetero.runtime.results.step_logs import LogEntry, StepLogs
@@ -53,17 +52,11 @@ class LossScale:
 class StepResults:
     """Collects the results of one rank's steps in one iteration.
 
-    For each micro-batch `begin` is called, then `keep` if the step ran to its end, or `drop` if it
-    was left at the end of its stage.
+    For each micro-batch `keep` is called if the step ran to its end, or `drop` if it was left at
+    the end of its stage.
 
-    Args:
-        module: The user's LightningModule.
-        logs: Records what steps log.
-        device: Where losses are summed.
-        scale: How losses count.
-        is_training: Whether steps return losses.
-        factor: Loss scale of fp16, by which gradients are multiplied so that small ones don't
-            vanish.
+    `factor` is the loss scale of fp16, by which gradients are multiplied so that small ones don't
+    vanish.
     """
 
     def __init__(
@@ -80,7 +73,10 @@ class StepResults:
         self.is_training = is_training
         self.records: list[StepRecord] = []
         """What steps returned and appended on a last stage; one record for each micro-batch."""
-        self.losses = LossSums(device, is_sum=scale.is_sum)
+        self.losses: list[Tensor] = []
+        """The losses of its micro-batches."""
+        self._weights: list[Tensor] = []
+        self._has_nonfinite = torch.zeros((), dtype=torch.float64, device=device)
         self.epoch_weight = 0
         """Weight in an epoch's mean, summed over the micro-batches that have begun."""
         self._lists = AppendedLists(module)
@@ -90,17 +86,6 @@ class StepResults:
         self._by_module = getattr(module, "num_target_tokens", None)
         """The module's method that counts the targets of a batch, if it has one."""
 
-    def begin(self, microbatch: Any, num_samples: int, *, counts: bool = True) -> None:
-        """Count a micro-batch's samples before its step.
-
-        Args:
-            microbatch: The micro-batch.
-            num_samples: Its samples.
-            counts: False if the step of another chunk on this rank counts the samples.
-        """
-        if counts:
-            self.epoch_weight += epoch_weight(microbatch, num_samples)
-
     def drop(self) -> None:
         """Discard the results of a step that was left at the end of its stage."""
         self._logs.drop_microbatch()
@@ -109,10 +94,9 @@ class StepResults:
     def keep(self, output: Any, microbatch: Any) -> tuple[list[Tensor], Tensor]:
         """Keep what a step that has run to its end returned, logged and appended.
 
-        Returns:
-                The loss, and the gradient with which its backward begins. Outside of training there
-                    is no loss. A micro-batch without targets has none either: its loss may be NaN,
-                    and 0 * NaN is NaN.
+        Returns the loss, and the gradient with which its backward begins. Outside of training there
+        is no loss. A micro-batch without targets has none either: its loss may be NaN, and 0 * NaN
+        is NaN.
 
         Raises:
             StepError: The step returned no loss.
@@ -130,11 +114,15 @@ class StepResults:
         weight = as_weight(count, self._device)
         is_sum = self._scale.is_sum and self._scale.rule is not None
         self._logs.keep_microbatch(weight, summed=returned if is_sum else None)
-        rest = output if loss is None else _without_loss(output)
+        rest = output
+        if loss is not None:
+            items = output.items() if is_named else ()
+            rest = {key: value for key, value in items if key != "loss"}
         self.records.append(StepRecord(rest, self._lists.take(), weight).detached())
         if loss is None:
             return [], weight
-        self.losses.add(loss, weight)
+        self.losses.append(loss.detach())
+        self._weights.append(weight)
         if self._scale.is_sum:
             return [loss], torch.full_like(loss, self._factor)
         gradient = torch.full_like(loss, self._factor / self._scale.unit).mul_(weight)
@@ -152,21 +140,17 @@ class StepResults:
     def finish(self, gradients: Callable[[], Iterable[Tensor]]) -> None:
         """After the last action, note whether gradients are finite (see `has_nonfinite`)."""
         if self.is_training:
-            self.losses.has_nonfinite = has_nonfinite(gradients(), self._device)
+            self._has_nonfinite = has_nonfinite(gradients(), self._device)
 
     def row(self, entries: Sequence[LogEntry]) -> Tensor:
         """Return this rank's sums for the agreement: of losses, then of logged values."""
-        return torch.cat([self.losses.totals(), self._logs.as_row(entries)])
+        is_sum, broken = self._scale.is_sum, self._has_nonfinite
+        totals = totals_of(self.losses, self._weights, broken, is_sum=is_sum)
+        return torch.cat([totals, self._logs.as_row(entries)])
 
 
 class StepGradients:
-    """The gradients of this rank's slices that training iterations leave for the optimizer.
-
-    Args:
-        store: The slices.
-        device: Where the rank computes.
-        config: Says what is done about gradients that aren't finite.
-    """
+    """The gradients of this rank's slices that training iterations leave for the optimizer."""
 
     def __init__(self, store: SliceStore, device: torch.device, config: EngineConfig) -> None:
         self.by_name: dict[str, Tensor] = {}
@@ -180,38 +164,41 @@ class StepGradients:
         self._config = config
         self._late = LateNumbers(device)
 
-    def take(self, sums: Mapping[str, Tensor], unused: set[str]) -> None:
-        """Keep the summed gradients of an iteration; `unused` parameters have none."""
+    def finish(
+        self,
+        sums: Mapping[str, Tensor] | None,
+        unused: set[str],
+        reported: Tensor,
+        losses: LossScale,
+        batch: str,
+    ) -> Tensor | None:
+        """Keep and scale an iteration's summed gradients, if there are any; return the loss.
+
+        `unused` parameters have no gradients. `reported` are the sums of all ranks, `batch` names
+        the batch in error messages.
+        """
+        if sums is None:
+            return None
+        totals = reported[:, :NUM_TOTALS]
+        loss, scale = loss_and_scale(totals, is_sum=losses.is_sum, unit=losses.unit)
+        owned = self._store.owned_device
         self.unused = unused
         self.by_name = {name: item for name, item in sums.items() if name not in unused}
-
-    def finish(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
-        """Finish an iteration: scale the gradients, check that they are finite, return the loss.
-
-        Args:
-            totals: The sums of all ranks; see `IterationLoss`.
-            losses: How losses count.
-            batch: Names the batch in error messages.
-
-        Raises:
-            StepError: Gradients aren't finite.
-        """
-        loss = IterationLoss.of(totals, is_sum=losses.is_sum, unit=losses.unit)
-        owned = self._store.owned_device
-        scale, is_broken = (n.to(owned) for n in (loss.scale, loss.has_nonfinite))
         if self.by_name:
-            torch._foreach_mul_([*self.by_name.values()], scale / self.loss_scale)
-        self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
+            torch._foreach_mul_([*self.by_name.values()], scale.to(owned) / self.loss_scale)
+        masters, self.are_finite = self._store.masters, True
+        self.by_name = {name: i.to(masters[name].dtype) for name, i in self.by_name.items()}
         # Before the optimizer's step the host must know whether to skip it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss
         is_late = self._late.is_late and not is_now
         if is_late:
+            is_broken = totals[:, NUM_TOTALS - 1].any().to(owned)
             for gradient in self.by_name.values():
                 gradient.masked_fill_(is_broken, 0)
 
         def answer(numbers: Tensor) -> None:
-            broken = nonfinite_ranks(numbers)
+            broken = numbers[:, NUM_TOTALS - 1].nonzero()[:, 0].tolist()
             if broken:
                 self.by_name, self.are_finite = {}, False
                 found = f"{batch} aren't finite; ranks {broken} made them."
@@ -221,17 +208,11 @@ class StepGradients:
                 rank_zero_warn(_NAN.format(rule=losses.rule))
 
         self._late.judge(totals, answer, now=is_now)
-        return loss.value
+        return loss
 
     def settle(self) -> None:
         """Check the last iteration's sums, which arrive late on accelerators; see `LateNumbers`."""
         self._late.settle()
-
-
-def _without_loss(output: Any) -> dict[str, Any]:
-    if not isinstance(output, dict):
-        return {}
-    return {key: value for key, value in output.items() if key != "loss"}
 
 
 def loss_of(output: Any) -> Tensor:

@@ -61,12 +61,7 @@ class Counting:
         return told[self.how]
 
     def of(self, microbatch: Any, by_module: Callable[[Any], Count] | None) -> Count:
-        """Return the number of targets, as a tensor on the device if it is counted there.
-
-        Args:
-            microbatch: The batch that a step gets.
-            by_module: The module's method `num_target_tokens`; None if it has none.
-        """
+        """Return the number of targets, as a tensor on the device if it is counted there."""
         if self.how == "module" and by_module is not None:
             return by_module(microbatch)
         if self.how == "batch" and (own := _own_count(microbatch)) is not None:
@@ -88,15 +83,10 @@ class Counting:
         if _own_count(microbatch) is not None:
             return cls("batch")
         tensors = tensors_of(microbatch)
-        named = [item for name in _NAMES for item in _tensors_named(microbatch, name)]
-        indices = [item for item in tensors if _holds_indices(item)]
-        labels = named or indices[-1:]
-        place = next(
-            (i for i, item in enumerate(tensors) for label in labels[:1] if item is label), -1
-        )
-        return (
-            cls("kept", place) if place >= 0 and _holds_indices(tensors[place]) else cls("samples")
-        )
+        labels = [item for name in _NAMES for item in _tensors_named(microbatch, name)][:1]
+        labels = labels or list(filter(_holds_indices, tensors))[-1:]
+        found = [i for i, item in enumerate(tensors) if labels and item is labels[0]]
+        return cls("kept", found[0]) if found and _holds_indices(labels[0]) else cls("samples")
 
     @classmethod
     def likely(cls, microbatch: Any, by_module: Callable[[Any], Count] | None) -> list["Counting"]:

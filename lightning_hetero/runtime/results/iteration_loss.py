@@ -5,8 +5,7 @@ any gradient is NaN or infinite, all ranks know it, and none makes an optimizer 
 """
 
 import warnings
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,79 +23,41 @@ _SMALL_NUMEL = 2**14
 a small model this takes 25 µs instead of 110."""
 
 
-@dataclass(frozen=True)
-class IterationLoss:
-    """An iteration's loss, and whether gradients are finite; the same on each rank."""
+def loss_and_scale(totals: Tensor, *, is_sum: bool, unit: float) -> tuple[Tensor, Tensor]:
+    """Return an iteration's loss, and the factor by which summed gradients are multiplied.
 
-    value: Tensor
-    scale: Tensor
-    """Factor by which summed gradients are multiplied."""
-    has_nonfinite: Tensor
-    """Whether any rank made gradients that aren't finite."""
-
-    @classmethod
-    def of(cls, totals: Tensor, *, is_sum: bool, unit: float) -> "IterationLoss":
-        """Return the loss from the ranks' totals.
-
-        If no rank has a target, it is the mean of the losses that steps returned.
-
-        Args:
-            totals: The totals of each rank: shape (num_ranks, NUM_TOTALS or more).
-            is_sum: Whether losses are sums.
-            unit: See `LossScale.unit`.
-        """
-        loss, weight, empty, num_empty = totals[:, : NUM_TOTALS - 1].sum(0).unbind()
-        broken = totals[:, NUM_TOTALS - 1].any()
-        if is_sum:
-            return cls(loss.float(), torch.ones_like(loss), broken)
-        value = torch.where(weight > 0, loss / weight, empty / num_empty)
-        return cls(value.float(), (unit / weight).nan_to_num_(0.0, 0.0, 0.0), broken)
-
-
-def nonfinite_ranks(totals: Tensor) -> list[int]:
-    """Return the ranks that made gradients that aren't finite; totals on the CPU."""
-    ranks: list[int] = totals[:, NUM_TOTALS - 1].nonzero()[:, 0].tolist()
-    return ranks
-
-
-class LossSums:
-    """Sums up the losses of one rank's micro-batches for `IterationLoss`.
+    If no rank has a target, the loss is the mean of the losses that steps returned.
 
     Args:
-        device: Where they are summed.
+        totals: The totals of each rank: shape (num_ranks, NUM_TOTALS or more).
         is_sum: Whether losses are sums.
+        unit: See `LossScale.unit`.
     """
+    loss, weight, empty, num_empty = totals[:, : NUM_TOTALS - 1].sum(0).unbind()
+    if is_sum:
+        return loss.float(), torch.ones_like(loss)
+    value = torch.where(weight > 0, loss / weight, empty / num_empty)
+    return value.float(), (unit / weight).nan_to_num_(0.0, 0.0, 0.0)
 
-    def __init__(self, device: torch.device, *, is_sum: bool) -> None:
-        self.has_nonfinite: Tensor | None = None
-        """What `has_nonfinite` returned for the rank's gradients; None if there are none."""
-        self._device = device
-        self._is_sum = is_sum
-        self._losses: list[Tensor] = []
-        self._weights: list[Tensor] = []
 
-    def __len__(self) -> int:
-        return len(self._losses)
+def totals_of(
+    losses: Sequence[Tensor], weights: Sequence[Tensor], broken: Tensor, *, is_sum: bool
+) -> Tensor:
+    """Return a rank's totals, (NUM_TOTALS,).
 
-    def add(self, loss: Tensor, weight: Tensor) -> None:
-        """Add the loss of a micro-batch; `weight` is its number of targets."""
-        self._losses.append(loss.detach())
-        self._weights.append(weight)
-
-    def totals(self) -> Tensor:
-        """Return this rank's totals of losses and gradients, (NUM_TOTALS,)."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self._device)
-        broken = nothing if self.has_nonfinite is None else self.has_nonfinite
-        if not self._losses:
-            return torch.stack([nothing] * (NUM_TOTALS - 1) + [broken])
-        losses, weights = torch.stack(self._losses).double(), torch.stack(self._weights)
-        if self._is_sum:
-            return torch.stack([losses.sum(), weights.sum(), nothing, nothing, broken])
-        # A mean over no targets may be NaN, and mustn't count if other micro-batches have targets.
-        has_any = weights > 0
-        total = torch.where(has_any, losses * weights, 0.0).sum()
-        empty = torch.where(has_any, 0.0, losses).sum()
-        return torch.stack([total, weights.sum(), empty, (~has_any).double().sum(), broken])
+    `weights` are the targets of each loss's micro-batch, `broken` is what `has_nonfinite` returned.
+    """
+    nothing = torch.zeros_like(broken)
+    if not losses:
+        return torch.stack([nothing] * (NUM_TOTALS - 1) + [broken])
+    values, counts = torch.stack([*losses]).double(), torch.stack([*weights])
+    if is_sum:
+        return torch.stack([values.sum(), counts.sum(), nothing, nothing, broken])
+    # A mean over no targets may be NaN, and mustn't count if other micro-batches have targets.
+    has_any = counts > 0
+    total = torch.where(has_any, values * counts, 0.0).sum()
+    empty = torch.where(has_any, 0.0, values).sum()
+    return torch.stack([total, counts.sum(), empty, (~has_any).double().sum(), broken])
 
 
 def without_sums(row: Tensor) -> Tensor:
@@ -138,9 +99,6 @@ def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -
         found: Describes the gradients; the beginning of the message.
         answer: The user's choice.
         is_late: Whether the optimizer has already stepped, with zeros in place of the gradients.
-
-    Raises:
-        StepError: The answer is an error.
     """
     if answer is NonfiniteGradients.ERROR:
         since = (
@@ -163,9 +121,6 @@ class LateNumbers:
     device has no work. So numbers that only decide whether a run may go on are checked one
     iteration late, when they have arrived. On a CPU they are checked at once. All ranks make the
     same calls with the same numbers, so all raise the same error in the same iteration.
-
-    Args:
-        device: The device that computes the numbers.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -2,21 +2,14 @@
 
 A micro-batch m and its halves a and b run through the step. Let G be the gradients of their losses
 with respect to a few small parameters in the last layer and after it. The check finds the weights
-for which
-
-    G_m = w_a · G_a + w_b · G_b.
-
-If the loss is a sum, they are (1, 1); if it is a mean over targets, the halves' shares of the
-targets. If no weights fit, samples affect each other, in layers or in the loss, and no plan gives
-the gradient of one device. The check compares gradients, since before training the losses of all
-parts are about the same.
-
-Ranks exchange only `Evidence`: the products of the three gradients, and counts of targets.
+for which G_m = w_a · G_a + w_b · G_b. If the loss is a sum, they are (1, 1); if it is a mean over
+targets, the halves' shares of the targets. If no weights fit, samples affect each other, and no
+plan gives the gradient of one device. Gradients are compared, since before training the losses of
+all parts are about the same. Ranks exchange only `Evidence`.
 
 The check must leave no trace, so `Spared` lets each module work with copies of its buffers,
 tensors, lists, dicts, random generators and torchmetrics' states, and gives it back its own
-afterwards. Changes elsewhere, such as of a global, aren't undone: a step that counts its own calls
-would count these.
+afterwards. Changes elsewhere, such as of a global, aren't undone.
 """
 
 import copy

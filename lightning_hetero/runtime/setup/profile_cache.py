@@ -1,12 +1,9 @@
 """Keep on disk what was measured of devices, so that a later start needn't measure again.
 
-A profile is made once for each type of hardware in a run, by the first rank that has it; all types
-are measured at the same time. It is used again for the same model, micro-batches, device and
-package versions. An emulated device has the times of its hardware, multiplied by its slowdown.
-
-A `CorrectionFile` keeps how far the prediction of memory was off when a device ran out of it: one
-for each device type and model. A later start on the same machine reads it before anything is
-planned, and tells the other ranks.
+A profile is made once for each type of hardware in a run, by the first rank that has it. It is used
+again for the same model, micro-batches, device and package versions. An emulated device has the
+times of its hardware, multiplied by its slowdown. A `CorrectionFile` keeps how far the prediction
+of memory was off when a device ran out of it, for later starts with the same device type and model.
 
 Both are in the folder `$LIGHTNING_HETERO_CACHE`, or else in `lightning-hetero` in the user's cache.
 Files that are older than 30 days, broken or of other versions are ignored.
@@ -26,7 +23,7 @@ import torch
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.process import cache_folder, write_whole
-from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
+from lightning_hetero.core.profile import DeviceProfile, Profile
 from lightning_hetero.core.reading import build
 from lightning_hetero.core.texts import load_file, parse_json
 from lightning_hetero.exchange.slices import ParameterSpec
@@ -81,12 +78,10 @@ def profile_seats(
 def cached_profile(
     model: ModelSpec, options: ProfileOptions, *, device_name: str, device: torch.device
 ) -> Profile:
-    """Return the cached profile of this device; measure it now if there is no valid one.
-
-    Raises:
-        ProfileError: The model can't be measured.
-    """
-    path = cache_folder() / f"{_digest(model, options, device_name)}.json"
+    """Return the cached profile of this device; measure it now if there is no valid one."""
+    sizes = replace(model, name="").to_dict()
+    key = [sizes, repr(options), device_name, torch.get_num_threads(), current_versions()]
+    path = cache_folder() / f"{_digest(key)}.json"
     with contextlib.suppress(ProfileError):
         profile = Profile.load(path)
         profile.check(model=model, versions=current_versions(), max_age=_MAX_AGE)
@@ -108,20 +103,19 @@ def slowed_profile(profile: DeviceProfile, slowdown: float, *, name: str) -> Dev
     def slower(pair: tuple[float, float]) -> tuple[float, float]:
         return pair[0] * slowdown, pair[1] * slowdown
 
-    def times(entry: BlockTimes) -> BlockTimes:
-        return replace(
+    times = tuple(
+        replace(
             entry,
             blocks={size: slower(pair) for size, pair in entry.blocks.items()},
             embedding=slower(entry.embedding),
             head=slower(entry.head),
         )
+        for entry in profile.times
+    )
+    return replace(profile, device=name, times=times)
 
-    return replace(profile, device=name, times=tuple(map(times, profile.times)))
 
-
-def _digest(model: ModelSpec, options: ProfileOptions, device_name: str) -> str:
-    sizes = replace(model, name="").to_dict()
-    key = [sizes, repr(options), device_name, torch.get_num_threads(), current_versions()]
+def _digest(key: list[object]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -138,8 +132,7 @@ class CorrectionFile:
         """Return the file of a model that computes in values of `compute_bytes` bytes."""
         shapes = [(spec.name, spec.shape) for spec in specs]
         key = [shapes, compute_bytes, device_name, current_versions()]
-        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32]
-        return cls(path=cache_folder() / f"memory-{digest}.json")
+        return cls(path=cache_folder() / f"memory-{_digest(key)}.json")
 
     def read(self) -> MemoryCorrection:
         """Return the correction; the default, which changes nothing, if there is no valid file."""

@@ -1,17 +1,16 @@
 """Find the sizes by which the planner predicts times and memory: guess a `ModelSpec` of a module.
 
-A module doesn't say what its dims mean. Some sizes are exact all the same: the number of layers,
-the parameters in the matrices of the largest layer (its FLOPs follow from them; all layers are
+Exact are the number of layers, the parameters in the matrices of the largest layer (all layers are
 planned as if they were as large), and those of the largest tables outside the layers. The others
 are guessed, unless a Hugging Face config tells them:
 
-- hidden size: the most frequent length of the layer's one-dimensional parameters (norms and
-  biases), or of the dims of its matrices if there are none,
+- hidden size: the most frequent length of the layer's one-dimensional parameters, or of the dims of
+  its matrices if there are none,
 - vocabulary: rows of the largest matrix outside the layers that has the hidden size as its other
   dim,
 - heads: from attributes such as `num_heads` of modules or configs, else hidden size / 64,
 - MLP width: such that a layer's matrices have their true size, with 4 · hidden² for attention,
-- causal attention, unless the config says otherwise.
+- causal attention.
 """
 
 from collections import Counter

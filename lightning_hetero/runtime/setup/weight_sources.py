@@ -107,11 +107,6 @@ def find_frozen(module: nn.Module, layout: ModelLayout, comms: Communicators) ->
     All others are owned: those on the meta device without a source, which are drawn, and those that
     were trained before. A single rank owns all but what can't be cut.
 
-    Args:
-        module: The module.
-        layout: Its parameters.
-        comms: All ranks.
-
     Raises:
         ConfigurationError: The ranks' quantized weights differ.
     """

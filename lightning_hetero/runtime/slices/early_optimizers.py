@@ -28,11 +28,6 @@ def name_parameters(module: nn.Module) -> None:
 def take_over(optimizers: Sequence[Optimizer], store: SliceStore, *, recovers: bool) -> None:
     """Replace parameters by their slices in the groups of optimizers.
 
-    Args:
-        optimizers: The run's optimizers.
-        store: Has the slices.
-        recovers: Whether a generation follows another one, so states will be recovered.
-
     Raises:
         ConfigurationError: An optimizer has no parameter of this run, or has a state that slices of
             its parameters can't use.

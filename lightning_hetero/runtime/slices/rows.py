@@ -5,13 +5,12 @@ of torch's own classes, which treat functions in three ways:
 
 1. Functions that work row by row, such as `grad.mul_(0.5)`, return a tensor of this rank's rows.
 2. Reductions over rows, such as `grad.norm()`, `weight.mean()` or `grad.abs().max()`, are computed
-   over all ranks' rows, so each rank gets the number that one device would. All ranks must call
-   them. So `clip_grad_norm_` and Lightning's `grad_norm` work as they are.
+   over all ranks' rows. All ranks must call them. So `clip_grad_norm_` and Lightning's `grad_norm`
+   work as they are.
 3. Functions whose result would silently differ are refused: choosing rows by number (see
    `own_rows`), passing values to numpy, copying or saving the rows of one rank.
 
-Optimizers, and the package itself, get plain tensors: `HookedSlices.enter` gives the slices these
-classes before hooks run, and `leave` removes them.
+Optimizers, and the package itself, get plain tensors.
 """
 
 from collections.abc import Callable, Iterable
@@ -111,12 +110,7 @@ class HookedSlices:
             vars(master).pop("_ask_gradient", None)
 
     def note_gradients(self, names: Iterable[str], *, are_first: bool) -> None:
-        """Note for which parameters an iteration has made gradients, on any rank.
-
-        Args:
-            names: The parameters' names, the same on all ranks.
-            are_first: Whether there were none before.
-        """
+        """Note for which parameters an iteration has made gradients, on any rank."""
         if are_first:
             self._with_gradients.clear()
         self._with_gradients.update(names)
@@ -140,13 +134,7 @@ class HookedSlices:
     def _ask_gradient(
         self, name: str, gradient: Tensor | None, *, is_new: bool = False
     ) -> Tensor | None:
-        """Return a gradient for a hook; an empty one if only other ranks have rows of it.
-
-        Args:
-            name: The parameter's name.
-            gradient: The slice's gradient.
-            is_new: Whether the hook has set it.
-        """
+        """Return a gradient for a hook; an empty one if only other ranks have rows of it."""
         exists = name in self._with_gradients
         if gradient is None and exists and not is_new and not self._store.owns(name):
             master = self._store.masters[name]

@@ -1,11 +1,10 @@
 """Find out by trial whether an optimizer steps slices as it steps whole parameters.
 
-An element-wise optimizer (SGD, Adam, ...) does the same to a slice as to the whole parameter.
-Others don't: one that orthogonalises a matrix, or keeps a factor for each row and column, would run
-on a slice without an error but train differently. So would one that computes a number from all
-parameters, if these have several owners. A list of names would never be complete. So a copy of each
-optimizer, with its own options, makes a few steps on the rank's device: on small tensors, on only
-some of them, and on pieces of them.
+An element-wise optimizer (SGD, Adam, ...) does the same to a slice as to the whole parameter. One
+that orthogonalises a matrix, keeps a factor for each row and column, or computes a number from all
+parameters would run on slices without an error but train differently. So a copy of each optimizer,
+with its own options, makes a few steps on the rank's device: on small tensors, on only some of
+them, and on pieces of them.
 
 An owner and its standby must even step their common rows alike, bit for bit. Their copies would
 drift apart by random numbers, and by kernels that round vectorised and remaining elements
@@ -81,11 +80,6 @@ def check_steps(optimizers: Sequence[Optimizer], store: SliceStore, comms: Commu
     """Refuse optimizers that would step slices, or standbys' copies, differently.
 
     Called by all ranks.
-
-    Args:
-        optimizers: The optimizers of the run.
-        store: The slices.
-        comms: The communicators.
 
     Raises:
         ConfigurationError: On every rank, if an optimizer is refused or devices round differently.
@@ -172,9 +166,6 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> Trial:
     Args:
         optimizer: The optimizer, which isn't changed.
         is_cut: Whether to try rows of tensors, too, and not only some of the tensors.
-
-    Raises:
-        ValueError: Its steps change nothing.
     """
     drawn = _draw(optimizer)
     whole, num_losses = _run(optimizer, drawn, lambda tensors: tensors)

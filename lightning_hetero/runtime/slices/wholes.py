@@ -1,9 +1,8 @@
 """Put slices together into whole tensors, on rank 0 or on all ranks.
 
-Each owner packs its rows of many parameters into one message. For n owners, B bytes in all, and b
-bytes that are gathered at a time, rank 0 gets n · ⌈B / b⌉ messages; b is 64 MiB, or 256 KiB for
-each rank if that is more. So a model of 28 GB with 1,024 owners takes 110,000 messages of 256 KiB.
-With one message for each slice of its 960 parameters it would take a million messages of 28 KiB.
+Each owner packs its rows of many parameters into one message, of 64 MiB for all ranks together, or
+256 KiB for each rank if that is more. One message for each slice would be far too many: a million
+of 28 KiB for a model of 28 GB with 1,024 owners.
 """
 
 from collections import defaultdict
@@ -27,12 +26,8 @@ def gather_on_rank_0(
 ) -> dict[_Key, Tensor]:
     """Return whole tensors, on CPU, from their owners' rows: on rank 0, none elsewhere.
 
-    Collective over all ranks, with the same keys in the same order.
-
-    Args:
-        store: Says who owns which rows.
-        comms: The ranks.
-        own: By key: a parameter, and a tensor shaped like this rank's slice of it.
+    Collective over all ranks, with the same keys in the same order. By key, `own` has a parameter's
+    name and a tensor shaped like this rank's slice of it.
     """
     wholes: dict[_Key, Tensor] = {}
     for batch in _batches(store, own, comms.world_size):

@@ -1,37 +1,25 @@
 """Carry activations forward and their gradients backward between the stages of a pipeline.
 
-Each pair of ranks that exchange activations has one communicator for each direction, which carries
-micro-batches in the order of the schedule. Under NCCL's rules the operations of a communicator run
-in order, and a send ends only with its receive: if two stages shared one, each would wait for the
-other's messages.
+Each pair of ranks that exchange activations has one communicator for each direction. Under NCCL's
+rules the operations of a communicator run in order, and a send ends only with its receive: if two
+stages shared one, each would wait for the other's messages.
 
-Only the sender knows what its layers returned for a micro-batch, so a header goes with each
-activation: shapes, dtypes, and a description of the side tensors (see `side_tensors`).
+Only the sender knows what its layers returned, so a header goes with each activation: shapes,
+dtypes, and a description of the side tensors (see `side_tensors`). Among CPUs, header, activation
+and side tensors are one message (for its length see `messages`). On accelerators, and where pieces
+are sent, headers are messages among hosts: a host that reads a header from its device would wait
+for all that the device has yet to compute.
 
-* Among CPUs, header, activation and side tensors are one message: a micro-batch costs one message
-  forward and one backward at each boundary. For the lengths of buffers see `messages`.
-* On accelerators, headers are messages among hosts, because a host that reads a header from its
-  device would wait for all that the device has yet to compute. The header leaves when the sender's
-  host has *enqueued* the forward pass, so hosts run as far ahead of their devices as without it. A
-  micro-batch costs one more message for the header.
-
-A send never waits until its receiver is ready to compute, because receives are posted early. The
-receive of a gradient is posted as soon as the activation has left: it has the activation's shape.
-Receives of activations (on accelerators, of their headers) are posted for as many micro-batches as
-the previous stage may hold between forward and backward, since it can't be further ahead.
-
-All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
-the other stage's group, and the groups may differ in size (`exchange.neighbours`). If a larger
-group receives pieces, headers are messages of their own among CPUs, too.
-
-A sent tensor must stay in memory until it has arrived. Sends of as many micro-batches as the
-schedule has in flight are kept; older ones have arrived by then, so waiting for them costs nothing.
+A send never waits until its receiver is ready to compute. The receive of a gradient is posted as
+soon as the activation has left. Receives of activations (on accelerators, of their headers) are
+posted for as many micro-batches as the previous stage may hold between forward and backward, since
+it can't be further ahead. Sent tensors are kept as long: older ones have arrived by then.
 Forward-only passes keep at most `MAX_KEPT_SENDS`, so a fast stage can't run far ahead.
 
-A rank that runs several stages has a link for each; *channels* tell apart what it sends to one
-rank. Neighbouring stages of the same rank hand each other copies, see `Mailbox`.
-
-`measure_edges` times messages between neighbouring stages by a round trip.
+All ranks of a tensor-parallel group have the same activation, so a rank receives from one rank of
+the other stage's group (`exchange.neighbours`). A rank that runs several stages has a link for
+each; *channels* tell apart what it sends to one rank. Neighbouring stages of the same rank hand
+each other copies.
 """
 
 import time
@@ -73,12 +61,10 @@ class Handover:
     the tensor's index in `tensors`."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the shape and dtype of the hidden state that it returned."""
-    changes_input: bool = False
-    """Whether the model's first layer changes its input in place: later stages can't see that."""
 
     def copy(self) -> "Handover":
         """Return a copy, to which this stage adds what its layers return."""
-        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms], self.changes_input)
+        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms])
 
 
 @dataclass
@@ -103,16 +89,9 @@ class _Posted(NamedTuple):
 class ActivationLink:
     """Sends to and receives from the neighbours of a rank's stage in its pipeline.
 
-    Args:
-        previous: The stage before; None on the first stage.
-        following: The next stage; None on the last stage.
-        comms: The communicators: edges carry activations and gradients, `control` carries headers
-            that are messages of their own.
-        device: The device of activations.
-        clock: Times the waits.
-        group: The stage's tensor-parallel group, whose ranks put pieces together; None without one.
-        before: The mailbox from the stage before, if that runs on this rank.
-        after: The mailbox to the next stage, if that runs on this rank.
+    `comms.control` carries headers that are messages of their own. Ranks of the tensor-parallel
+    `group` put pieces together. `before` and `after` are the mailboxes from and to neighbouring
+    stages that run on this rank.
     """
 
     def __init__(  # noqa: PLR0913 - what connects a stage
@@ -188,7 +167,7 @@ class ActivationLink:
         for tensor, form in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(form.requires_grad)
         self.num_received_bytes = sum(tensor.nbytes for tensor in received)
-        return Handover(received, [*header.layer_outputs], [*header.forms], header.changes_input)
+        return Handover(received, [*header.layer_outputs], [*header.forms])
 
     def send_activation(self, sent: Handover) -> None:
         """Send a micro-batch's handover to the next stage, without waiting for its arrival."""
@@ -207,13 +186,15 @@ class ActivationLink:
         self._sent_forward.make_room(self._clock)
         is_apart = self._sends_headers_apart
         self.num_sent_bytes = sum(tensor.nbytes for tensor in sent.tensors)
-        headers = self._outbox.messages(_header_of(sent), [] if is_apart else sent.tensors)
+        forms = tuple(map(form_of, sent.tensors))
+        header = Header(forms, tuple(sent.layer_outputs), tuple(sent.forms))
+        messages = self._outbox.messages(header, [] if is_apart else sent.tensors)
         payload = packed(sent.tensors) if is_apart else None
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
             # Several messages share a queue on CPUs only, because gloo has tags.
-            for tag, header in enumerate(headers, start=2 * piece.channel):
-                self._sent_forward.add(header, piece.receiver, first_group, tag)
+            for tag, message in enumerate(messages, start=2 * piece.channel):
+                self._sent_forward.add(message, piece.receiver, first_group, tag)
             if payload is not None:
                 self._sent_forward.add(_cut(payload, piece), piece.receiver, self._edge(piece))
 
@@ -330,11 +311,6 @@ def _cut(part: Tensor, piece: SentPiece) -> Tensor:
     return part if piece.count == 1 else part[slice(*piece.bounds(part.numel()))]
 
 
-def _header_of(sent: Handover) -> Header:
-    forms = tuple(map(form_of, sent.tensors))
-    return Header(forms, tuple(sent.layer_outputs), tuple(sent.forms), sent.changes_input)
-
-
 _NUM_MEASURED = 3
 """Round trips of each size, of which the shortest counts."""
 
@@ -354,30 +330,30 @@ def measure_edges(links: Mapping[int, ActivationLink]) -> dict[int, Edge]:
             continue
         if sender is not None and sender.following is not None:
             sizes = 1, sender.num_sent_bytes
-            latency_s, whole_s = (
-                min(_round_trip_s(sender, sender.following, size) for _ in range(_NUM_MEASURED)) / 2
+            trips_s = (
+                [_trip_s(sender, sender.following, size) for _ in range(_NUM_MEASURED)]
                 for size in sizes
             )
+            latency_s, whole_s = (min(seconds) / 2 for seconds in trips_s)
             found[stage] = Edge(latency_s=latency_s, transfer_s=max(0.0, whole_s - latency_s))
         elif receiver is not None and receiver.previous is not None:
-            there, back = receiver.previous.received, receiver.previous.sent[0]
-            comms = receiver.comms
             for size in (1, receiver.num_received_bytes):
-                message = torch.empty(max(size, 1), dtype=torch.uint8, device=receiver.device)
                 for _ in range(_NUM_MEASURED):
-                    _wait(dist.irecv(message, there.sender, group=comms.edge(there.edge)), message)
-                    _wait(dist.isend(message, back.receiver, group=comms.edge(back.edge)), message)
+                    _trip_s(receiver, receiver.previous, size, answers=True)
     return found
 
 
-def _round_trip_s(link: ActivationLink, peer: Neighbour, size: int) -> float:
-    message = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
-    answer = torch.empty_like(message)
-    there, back = peer.sent[0], peer.received
-    expected = dist.irecv(answer, back.sender, group=link.comms.edge(back.edge))
+def _trip_s(link: ActivationLink, peer: Neighbour, size: int, *, answers: bool = False) -> float:
+    """Send a message to a stage, which answers, or answer its message; return the seconds."""
+    sent = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
+    received, there, back = torch.empty_like(sent), peer.sent[0], peer.received
+    expected = dist.irecv(received, back.sender, group=link.comms.edge(back.edge))
     start = time.perf_counter()
-    _wait(dist.isend(message, there.receiver, group=link.comms.edge(there.edge)), message)
-    _wait(expected, answer)
+    if answers:
+        _wait(expected, received)
+    _wait(dist.isend(sent, there.receiver, group=link.comms.edge(there.edge)), sent)
+    if not answers:
+        _wait(expected, received)
     return time.perf_counter() - start
 
 

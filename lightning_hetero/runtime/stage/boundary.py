@@ -4,12 +4,11 @@ Every layer's `forward` is wrapped once. Example: a stage that has layers 4 to 7
 user's step layers 0 to 3 don't run; they return unknown tensors, which have a shape but no values
 (see `runtime.unknown`). Layer 4 takes the activation that was received from the previous stage.
 After layer 7 the exception `StageEnd` ends the step. Only on the last stage does the step go on
-after the layers, where the user's own code computes the loss. No other code of the model's forward
-is replaced, so what it computes before the layers (masks, rotary tables) is there on every stage.
+after the layers, where the user's own code computes the loss. What the model computes before the
+layers (masks, rotary tables) is there on every stage.
 
-Random number generators are seeded before the step, before each layer and after the last one, with
-the numbers of the iteration, the micro-batch and the layer. So a layer draws the same numbers on
-whichever stage it runs.
+Random number generators are seeded before the step, before each layer and after the last one, by
+iteration, micro-batch and layer. So a layer draws the same numbers on whichever stage it runs.
 
 Stages need a *chain*: each layer is called once, in order. If one stage runs all layers, the model
 may call them *freely*: several times, in any order, or not at all.
@@ -59,8 +58,6 @@ class StageBoundary:
         self._backward: MicrobatchPass | None = None
         """The micro-batch whose backward pass runs."""
         self._group = group
-        self._changes_input = False
-        """Whether the first layer was seen to change its input in place."""
         self.first_call: str | None = None
         """Description of the first call of a layer in training; see `rehearsal`."""
         self._compiled = {
@@ -119,13 +116,7 @@ class StageBoundary:
         outputs: Sequence[Tensor],
         gradients: Sequence[Tensor],
     ) -> None:
-        """Run the backward of a forward pass; layers that the user's model checkpoints are rerun.
-
-        Args:
-            current: The forward pass.
-            outputs: The tensors where the backward begins.
-            gradients: The gradient of each of them.
-        """
+        """Run the backward of a forward pass; layers that the model checkpoints run again."""
         self._backward = current
         try:
             torch.autograd.backward(outputs, gradients)
@@ -206,7 +197,8 @@ class StageBoundary:
         if call.index + 1 < current.layers.stop:
             return output
         if self._group is not None:
-            output = self._leave(self._group, call.index, output)
+            hidden = self._group.leave(hidden_output(output, call.index))
+            output = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
         if again:
             if not current.is_last_stage:
                 raise _StopRecomputationError  # Here the step ended in the forward pass.
@@ -231,15 +223,7 @@ class StageBoundary:
         """Run a layer, and note what it returns for later stages."""
         current.begin_layer(call.index)
         before = None if current.is_last_stage else self._sides.before(call.index)
-        given = None
-        if call.index == 0 and current.has_stages:
-            given = call.given[self._hidden_argument(current, call)]
-            version = 0 if given.is_inference() else given._version
         output = self._compute(current, call)
-        if given is not None and not given.is_inference():
-            # The model may have kept its input, and use it after the layers.
-            self._changes_input |= given._version != version
-        current.handed_on.changes_input |= self._changes_input
         hidden = hidden_output(output, call.index)
         if type(hidden) is not Tensor:
             check_known(hidden, f"Layer {call.index} computes with")
@@ -260,11 +244,6 @@ class StageBoundary:
         hidden, layer = current.hidden_arguments.get(call.index), self._layers[call.index]
         return current.recomputation.run(call, layer, hidden, self._products[call.index])
 
-    def _leave(self, group: StageGroup, index: int, output: Any) -> Any:
-        """Return the last layer's output of a tensor-parallel stage, its hidden state whole."""
-        hidden = group.leave(hidden_output(output, index))
-        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
-
     def _end_stage(self, current: MicrobatchPass, hidden: Tensor) -> None:
         """End the step with the handover to the next stage; on the last stage the step goes on."""
         current.finished = True
@@ -276,12 +255,7 @@ class StageBoundary:
 
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Return what a layer of an earlier stage returns, unknown where it wasn't received."""
-        key = current.hidden_arguments[call.index]
-        handover, hidden = current.arrived(), call.given[key]
-        if call.index == 0 and handover.changes_input and hidden.is_floating_point():
-            # NaN, so that no code after the layers uses the old values unnoticed.
-            hidden.data.fill_(torch.nan)
-        return self._sides.skip(call, key, handover)
+        return self._sides.skip(call, current.hidden_arguments[call.index], current.arrived())
 
     def _check_arguments(self, current: MicrobatchPass, call: LayerCall) -> None:
         """Find the hidden state among the arguments, and check that the others are known."""

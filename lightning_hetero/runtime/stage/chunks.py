@@ -35,15 +35,7 @@ def chunks_of(
     clock: ComputeClock,
     group: dist.ProcessGroup | None,
 ) -> tuple[Chunk, ...]:
-    """Return this rank's stages of a plan, connected with their neighbours; none if it is idle.
-
-    Args:
-        plan: The plan, whose edges are connected.
-        comms: The communicators.
-        device: The device of activations.
-        clock: Times the waits.
-        group: The rank's tensor-parallel group, if it has one.
-    """
+    """Return this rank's stages of a plan, connected with their neighbours; none if it is idle."""
     place = plan.place(comms.global_rank)
     if place is None:
         return ()

@@ -7,12 +7,13 @@ longer, its rest follows as a second message. Example: after messages of 8 KB, o
 8 KB and 2 KB, and buffers of the next iteration have 10 KB.
 """
 
+import io
 import pickle
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -78,6 +79,28 @@ def num_packed_bytes(forms: tuple[Form, ...]) -> int:
     return bounds_of(forms)[-1][1] if forms else 0
 
 
+def pickled(value: Any, name_of: Callable[[Any], Any]) -> bytes | None:
+    """Pickle a value, with a name in place of each object for which `name_of` isn't None.
+
+    Returns None if the value can't be pickled.
+    """
+    file = io.BytesIO()
+    pickler = pickle.Pickler(file)
+    pickler.persistent_id = name_of  # type: ignore[method-assign]
+    try:
+        pickler.dump(value)
+    except Exception:  # An object's own pickling may raise anything.
+        return None
+    return file.getvalue()
+
+
+def unpickled(data: bytes, object_of: Callable[[Any], Any]) -> Any:
+    """Return the value that was pickled, with the object of each name."""
+    unpickler = pickle.Unpickler(io.BytesIO(data))
+    unpickler.persistent_load = object_of  # type: ignore[method-assign]
+    return unpickler.load()
+
+
 HEADER_BYTES = 512
 """The size of a header is a multiple of this."""
 _LENGTHS = struct.Struct("<QQ")
@@ -95,7 +118,6 @@ class Header(NamedTuple):
     tensors: tuple[Form, ...]
     layer_outputs: tuple[bytes, ...]
     forms: tuple[HiddenForm, ...]
-    changes_input: bool
 
 
 class Inbox:

@@ -1,14 +1,11 @@
 """Find out which parameters outside the layers each end of a pipeline really uses.
 
-All stages of a pipeline run the same step, so all of them run the code before the layers. Its
-result is usually the first layer's input, and later stages don't use that. Example: the last stage
-looks up the embedding but never uses the result, unless the head shares the embedding's weight. So
-a watch follows everything that is computed from a parameter, through the memory of tensors, until
-it is used.
-
-In the first iteration of each phase (training, validation, test, prediction) in an epoch both ends
-of a pipeline hold these parameters. For the rest of the epoch, a parameter that was used at only
-one end so far is held at that end only.
+All stages of a pipeline run the code before the layers. Its result is usually the first layer's
+input, which later stages don't use: the last stage looks up the embedding in vain, unless the head
+shares its weight. So a watch follows everything that is computed from a parameter, through the
+memory of tensors, until it is used. It watches the first iteration of each phase (training,
+validation, test, prediction) in an epoch, in which both ends hold these parameters. For the rest of
+the epoch, a parameter that was used at only one end so far is held at that end only.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,7 +24,7 @@ from torch.utils._python_dispatch import (
 
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.slices import OuterRole, ParameterSpec
-from lightning_hetero.runtime.unknown import Unknown, tensors_in, written_by
+from lightning_hetero.runtime.unknown import Unknown, tensors_in
 
 _BOTH_ENDS = frozenset({OuterRole.FIRST, OuterRole.LAST})
 _LOOKS_AT_VALUES = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -53,14 +50,7 @@ class OuterRoles:
     def learn(
         self, plan: ParallelPlan, reads: Mapping[int, Sequence[str]], *, phase: int, epoch: int
     ) -> None:
-        """Record the uses that were watched in an iteration.
-
-        Args:
-            plan: The plan that ran.
-            reads: The outer parameters that each global rank used.
-            phase: Phase of the iteration.
-            epoch: Epoch of the iteration.
-        """
+        """Record the uses that were watched in an iteration."""
         for pipeline in plan.pipelines:
             if pipeline.stages[0].ranks == pipeline.stages[-1].ranks:
                 continue  # Ranks that run both ends hold them in any case.
@@ -116,9 +106,7 @@ class ReadWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         names = self._names_in((args, kwargs))
         made = func(*args, **(kwargs or {}))
         if names:
-            written = written_by(func, args, kwargs or {})
-            reaches_others = any(not self._names_in(item) for item in written)
-            if self.uses_all or reaches_others or _looks_at_values(func, args):
+            if self.uses_all or _looks_at_values(func, args):
                 self._reads |= names
             self._mark(_tensors(made), names)
         return made

@@ -3,14 +3,11 @@
 A recomputed layer keeps only its inputs for its backward; a selectively recomputed one also keeps
 the results of matrix products and attention. A plan asks for it where the activations of all
 micro-batches in flight don't fit (MEM_V in AutoHet's Eq. 4); where the plan says nothing,
-`LayerOptions` decide. They also say whether layers are compiled. Passes without gradients keep no
-activations.
+`LayerOptions` decide.
 
 Each layer is compiled separately, so that stages may begin and end at any layer and layers of one
-kind share their compiled code. Compiled code runs in training only, since a pass without gradients
-isn't worth compiling for. Communication of tensor parallelism inside a layer isn't compiled.
-
-`LayerCall` is one call of a layer; it finds out which argument is the hidden state.
+kind share their compiled code. Compiled code runs in training only. Communication of tensor
+parallelism inside a layer isn't compiled.
 """
 
 from collections.abc import Callable, Container
@@ -74,9 +71,6 @@ class LayerCall:
         Args:
             previous: What the previous layer returned, which must be the hidden state. If None, it
                 is the first tensor among the arguments, floating-point ones before others.
-
-        Raises:
-            ModelError: No argument is the hidden state.
         """
         if previous is not None:
             if self.args and self.args[0] is previous:
@@ -107,11 +101,7 @@ class LayerCall:
 
 
 def hidden_output(output: Any, index: int) -> Tensor:
-    """Return the hidden state in the output of layer `index`: a tensor, or the first of a tuple.
-
-    Raises:
-        ModelError: There is none.
-    """
+    """Return the hidden state in the output of layer `index`: a tensor, or the first of a tuple."""
     if type(output) is Tensor and not output.is_nested:
         return output
     first = output[0] if isinstance(output, tuple | list) and output else output
@@ -301,12 +291,6 @@ class Recomputation:
         """Run a layer in the forward pass, and return its output.
 
         If the model itself checkpoints the layer, it isn't checkpointed a second time.
-
-        Args:
-            call: The layer's call.
-            layer: The layer.
-            hidden: Which of its arguments is the hidden state; None if unknown.
-            products: Recomputes all of the layer but its matrix products and attention.
         """
         measured = self.measured
         if not (self.layers or self.selective or measured) or not torch.is_grad_enabled():

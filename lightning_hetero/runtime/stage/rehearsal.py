@@ -7,7 +7,6 @@ zeros. One call is enough for all layers, since they share their code. Under ten
 if the shapes of steps vary, the first real call may still compile.
 """
 
-import io
 import pickle
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.runtime.random_state import PreservedRandomState
+from lightning_hetero.runtime.stage.messages import pickled, unpickled
 from lightning_hetero.runtime.stage.recomputation import LayerCall
 
 _MOST_VALUES = 1024
@@ -24,32 +24,18 @@ _MOST_VALUES = 1024
 
 def describe_call(call: LayerCall) -> str:
     """Return a description of a call for `rehearse`; "" if an argument can't be pickled."""
-    bare, file = call.without_caches(), io.BytesIO()
-    pickler = pickle.Pickler(file)
-    pickler.persistent_id = _described  # type: ignore[method-assign]
-    try:
-        with torch._C.DisableTorchFunction():  # Modes that watch the step mustn't see this.
-            pickler.dump((bare.args, bare.kwargs))
-    except Exception:  # An object's own pickling may raise anything. Then a joiner calls no layer.
-        return ""
-    return file.getvalue().hex()
+    bare = call.without_caches()
+    with torch._C.DisableTorchFunction():  # Modes that watch the step mustn't see this.
+        found = pickled((bare.args, bare.kwargs), _described)
+    return "" if found is None else found.hex()  # Then a joiner calls no layer.
 
 
 def rehearse(
     layer: nn.Module, description: str, *, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Call a layer forward and backward with zeros, even for its weights; leave it unchanged.
-
-    Args:
-        layer: The layer; its weights may be on the meta device.
-        description: The call, as `describe_call` returns it.
-        device: Where to compute.
-        dtype: The dtype of the weights.
-    """
+    """Call a layer forward and backward with zeros, even for its weights; leave it unchanged."""
     with torch.device(device):
-        unpickler = pickle.Unpickler(io.BytesIO(bytes.fromhex(description)))
-        unpickler.persistent_load = _made  # type: ignore[method-assign]
-        args, kwargs = unpickler.load()
+        args, kwargs = unpickled(bytes.fromhex(description), _made)
         zeros: dict[str, Tensor] = {
             name: nn.Parameter(torch.zeros(item.shape, dtype=dtype))
             for name, item in layer.named_parameters()

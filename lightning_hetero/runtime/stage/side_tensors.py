@@ -12,11 +12,11 @@ that each pass replaces, unlike caches. Tensors with gradients in lists and dict
 inside a skipped layer get unknown tensors.
 """
 
-import io
 import pickle
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_hetero.core.errors import ModelError, StepError
 from lightning_hetero.runtime.stage.activations import Handover
+from lightning_hetero.runtime.stage.messages import pickled, unpickled
 from lightning_hetero.runtime.stage.microbatch_pass import in_place_between
 from lightning_hetero.runtime.stage.recomputation import LayerCall, hidden_output
 from lightning_hetero.runtime.unknown import Origin, Unknown, tensors_in
@@ -48,25 +49,14 @@ _HARMLESS = ("torch.", _RECORDER)
 _PLAIN = frozenset((bool, str, int, float, type(None), torch.dtype, torch.device))
 _TORCHS_OWN = frozenset(vars(nn.Module()))
 _MOST_LOOKS = 16
-"""Number of passes of a layer in which its attributes are compared before and after, to find those
-that each pass replaces. The passes of the check of the loss are among them."""
-
-
-class _Before(NamedTuple):
-    """What is known of a layer before it runs."""
-
-    num_recorded: dict[str, int]
-    """How many outputs a Hugging Face model has recorded so far in this pass, by kind."""
-    kept: dict[tuple[int, str], Any]
-    """Tensors and numbers in attributes of the layer's parts."""
+"""Number of passes of a layer, with and without gradients, in which its attributes are compared
+before and after. The passes of the check of the loss are among them."""
+_Attributes = dict[tuple[int, str], Any]
+"""Values of attributes, by index of the submodule and name."""
 
 
 class SideTensors:
-    """Describes the outputs of layers, and rebuilds them on stages that skip the layers.
-
-    Args:
-        layers: The model's layers in order.
-    """
+    """Describes the outputs of layers, and rebuilds them on stages that skip the layers."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         self._parts = [[*layer.modules()] for layer in layers]
@@ -80,28 +70,29 @@ class SideTensors:
             for parts in self._parts
         ]
         self._hooks_alone = [[hooks for _, hooks in pairs] for pairs in self._hooks]
-        self._kept: dict[int, list[tuple[int, str]]] = {}
-        """For each layer that has run with gradients, the attributes whose values each pass
-        replaces, as (index of the submodule, name)."""
-        self._num_looks = [0] * len(self._parts)
-        """For each layer, the number of passes in which its attributes were compared."""
+        self._kept: list[dict[tuple[int, str], None]] = [{} for _ in layers]
+        """For each layer the attributes whose values each pass replaces."""
+        self._num_looks: Counter[tuple[int, bool]] = Counter()
+        """The number of passes in which a layer's attributes were compared, with gradients or
+        without."""
 
-    def before(self, index: int) -> "_Before":
-        """Look at a layer before it runs."""
-        kept = {}
-        if self._num_looks[index] < _MOST_LOOKS:
-            self._num_looks[index] += 1
-            kept = {
-                (place, name): value
-                for place, part in enumerate(self._parts[index])
-                for name, value in vars(part).items()
-                if isinstance(value, (Tensor, float)) and not _is_of_torch(part, name)
-            }
-        return _Before({key: len(items) for key, items in _recorded().items()}, kept)
+    def before(self, index: int) -> tuple[dict[str, int], _Attributes | None]:
+        """Look at a layer before it runs.
+
+        Returns how many outputs of each kind a Hugging Face model has recorded so far in this pass,
+        and the layer's attributes, if they are to be compared.
+        """
+        recorded = {key: len(items) for key, items in _recorded().items()}
+        kind = index, torch.is_grad_enabled()
+        if self._num_looks[kind] == _MOST_LOOKS:
+            return recorded, None
+        self._num_looks[kind] += 1
+        parts = enumerate(self._parts[index])
+        return recorded, {(at, name): i for at, part in parts for name, i in vars(part).items()}
 
     def note(
         self,
-        before: "_Before",
+        before: tuple[dict[str, int], _Attributes | None],
         call: LayerCall,
         output: Any,
         whole: Tensor,
@@ -115,26 +106,21 @@ class SideTensors:
             output: What it returned.
             whole: Its whole hidden state; only smaller records travel.
             handover: The handover to the next stage, which is changed in place.
-
-        Raises:
-            ModelError: The layer keeps tensors with gradients in lists or dicts.
         """
-        parts = self._parts[call.index]
-        if whole.requires_grad and call.index not in self._kept:
-            self._kept[call.index] = [*_kept_in(call.index, parts)]
-        attributes = self._kept.get(call.index, [])
-        attributes += [key for key in _replaced(before.kept, parts) if key not in attributes]
+        num_recorded, attributes = before
+        parts, own = self._parts[call.index], self._kept[call.index]
+        if attributes is not None:
+            own |= dict.fromkeys(_replaced(call.index, attributes, parts))
         kept = []
-        for place, name in attributes:
+        for place, name in own:
             value = getattr(parts[place], name)
-            if isinstance(value, (Tensor, float)):
-                dtype = value.dtype if isinstance(value, Tensor) else torch.float32
-                kept.append((place, name, _shape(value), dtype))
+            if isinstance(value, Tensor | float):
+                kept.append((place, name, _shape(value), getattr(value, "dtype", torch.float32)))
         handover.tensors[:1] = [whole]
         handover.forms.append((tuple(whole.shape), whole.dtype))
         records = {}
         for key, items in _recorded().items():
-            new = items[before.num_recorded.get(key, 0) :]
+            new = items[num_recorded.get(key, 0) :]
             added = [_dump(item, handover.tensors) for item in new]
             records.update({key: added} if added else {})
         returned = None
@@ -149,11 +135,6 @@ class SideTensors:
 
     def skip(self, call: LayerCall, hidden: int | str, handover: Handover) -> Any:
         """Return what a layer has returned on an earlier stage, and record what it has recorded.
-
-        Args:
-            call: The layer's call here.
-            hidden: Which of its arguments is the hidden state.
-            handover: The handover from the stage before.
 
         Raises:
             ModelError: Hooks inside the layer need values.
@@ -181,11 +162,7 @@ class SideTensors:
         return tuple(returned)
 
     def explain(self, error: AttributeError, run_here: range) -> None:
-        """Explain the AttributeError of a step that reads what a layer elsewhere keeps.
-
-        Raises:
-            StepError: It does.
-        """
+        """Raise StepError if a step reads what a layer on another stage keeps."""
         for index, parts in enumerate(self._parts):
             if index not in run_here and any(part is error.obj for part in parts):
                 raise StepError(
@@ -225,41 +202,35 @@ def refuse_pieces(call: LayerCall, output: Any) -> None:
         )
 
 
-def _kept_in(index: int, parts: Sequence[nn.Module]) -> Iterator[tuple[int, str]]:
-    """Yield the attributes in which a layer keeps tensors with gradients.
+def _replaced(
+    index: int, before: _Attributes, parts: Sequence[nn.Module]
+) -> Iterator[tuple[int, str]]:
+    """Yield the attributes whose values a layer has replaced, or which have gradients.
+
+    A cache isn't among them: it stays the same object, or its shape grows.
 
     Raises:
-        ModelError: It keeps some in lists or dicts.
+        ModelError: The layer keeps tensors with gradients in lists or dicts.
     """
-    for place, part in enumerate(parts):
-        for name, value in vars(part).items():
-            tensors = () if _is_of_torch(part, name) else tensors_in(value)
-            if not any(tensor.grad_fn is not None for tensor in tensors):
-                continue
-            if not isinstance(value, Tensor):
-                raise ModelError(
-                    f"Layer {index} keeps tensors with gradients in {name!r} of a "
-                    f"{type(part).__name__}, where later stages don't find them. {_OF_KEPT}"
-                )
-            yield place, name
-
-
-def _replaced(
-    before: Mapping[tuple[int, str], Any], parts: Sequence[nn.Module]
-) -> Iterator[tuple[int, str]]:
-    """Yield the attributes whose values the layer has replaced by others of the same shape.
-
-    So a cache isn't among them: it stays the same object, or its shape grows.
-    """
-    for (place, name), old in before.items():
-        new = getattr(parts[place], name, old)
-        is_like = isinstance(new, (Tensor, float)) and _shape(new) == _shape(old)
-        if new is not old and is_like:
-            yield place, name
+    places = ((at, part, *item) for at, part in enumerate(parts) for item in vars(part).items())
+    for place, part, name, value in places:
+        if _is_of_torch(part, name):
+            continue
+        has_gradients = any(tensor.grad_fn is not None for tensor in tensors_in(value))
+        if isinstance(value, Tensor | float):
+            old = before.get((place, name), value)
+            is_like = isinstance(old, Tensor | float) and _shape(value) == _shape(old)
+            if has_gradients or (value is not old and is_like):
+                yield place, name
+        elif has_gradients:
+            raise ModelError(
+                f"Layer {index} keeps tensors with gradients in {name!r} of a "
+                f"{type(part).__name__}, where later stages don't find them. {_OF_KEPT}"
+            )
 
 
 def _shape(value: Tensor | float) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, Tensor) else ()
+    return tuple(getattr(value, "shape", ()))
 
 
 def _is_of_torch(part: nn.Module, name: str) -> bool:
@@ -316,15 +287,9 @@ def _dump(
             new.append(item)
         return known[id(item)], item.device.type
 
-    file = io.BytesIO()
-    pickler = pickle.Pickler(file)
-    pickler.persistent_id = name_of  # type: ignore[method-assign]
-    try:
-        pickler.dump(value)
-    except Exception:  # An object's own pickling may raise anything.
-        return None
-    sides += new
-    return file.getvalue()
+    found = pickled(value, name_of)
+    sides += [] if found is None else new
+    return found
 
 
 def _load(
@@ -342,6 +307,4 @@ def _load(
         index, kind = name
         return sides[index].to(kind)
 
-    unpickler = pickle.Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = object_of  # type: ignore[method-assign]
-    return unpickler.load()
+    return unpickled(data, object_of)

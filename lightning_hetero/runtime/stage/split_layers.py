@@ -1,8 +1,7 @@
 """Split the backward of layers: the input's gradient at once, the weights' gradients later.
 
-The previous stage waits for the gradient of a stage's input, but no stage waits for the gradients
-of weights. So these can be computed while the stage would otherwise wait (Qi et al. 2023, "Zero
-Bubble"). During an iteration's passes `LayerSplitter.active()` replaces
+No stage waits for the gradients of weights, so they can be computed while the stage would otherwise
+wait (Qi et al. 2023, "Zero Bubble"). During an iteration's passes `LayerSplitter.active()` replaces
 `torch.nn.functional.linear` and `embedding`, which `nn.Linear` and `nn.Embedding` call. If a call
 uses one of this rank's trainable weights, or a part of one such as an expert's matrix, it then
 keeps its input and the gradient of its output until `run_weights`. The backward of everything else,

@@ -161,11 +161,7 @@ TOKENS = -2
 
 
 class StageGroup:
-    """A rank's tensor-parallel group under the plan that runs, and its current micro-batch.
-
-    Args:
-        sequence_parallel: Whether activations between sharded regions are cut along tokens.
-    """
+    """A rank's tensor-parallel group under the plan that runs, and its current micro-batch."""
 
     def __init__(self, *, sequence_parallel: bool) -> None:
         self.peers: TPGroup | None = None
@@ -183,11 +179,7 @@ class StageGroup:
         return self.peers is not None and self._sequence_parallel
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return what the first layer gets of a whole activation: all, or this rank's tokens.
-
-        Raises:
-            ModelError: There are fewer tokens than ranks.
-        """
+        """Return what the first layer gets of a whole activation: all, or this rank's tokens."""
         self._copied = None
         if self.peers is None or not self.cuts_tokens():
             return hidden

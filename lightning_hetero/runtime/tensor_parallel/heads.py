@@ -62,13 +62,7 @@ class Heads:
 def find_heads(
     root: nn.Module, layers: set[str], specs: Iterable[ParameterSpec]
 ) -> dict[str, Heads]:
-    """Return the heads of the column-parallel layers inside attention modules, by layer.
-
-    Args:
-        root: The user's module.
-        layers: Names of the column-parallel layers.
-        specs: The cut parameters.
-    """
+    """Return the heads of the column-parallel layers inside attention modules, by layer."""
     found: dict[str, Heads] = {}
     most: dict[str, int] = {}
     for spec in specs:

@@ -1,14 +1,9 @@
 """Run the layers of a stage on a tensor-parallel group of any degree.
 
 The forward of every module in `ModelCuts` is wrapped once (see `forward`). With whole weights the
-wrapper does nothing. With shards it adds the group's collectives, so that activations outside
-sharded modules are the same on all ranks of the group, as in Megatron-LM, but on plain local
-tensors. So stages may have different degrees, and a change of plan doesn't change the module.
-
-With sequence parallelism the activation between sharded regions (attention, MLP) is cut along the
-tokens, too. Instead of an all-reduce, a region gathers tokens where it begins and reduce-scatters
-them where it ends. Gradients of norms outside the regions are then partial: those of one rank's
-tokens.
+wrapper does nothing; with shards it adds the group's collectives, so that activations outside
+sharded modules are the same on all ranks of the group, as in Megatron-LM. So stages may have
+different degrees, and a change of plan doesn't change the module.
 
 All ranks of a group draw the same random numbers. So dropout on whole activations is the same on
 all, and dropout inside a region (attention probabilities) draws the same numbers for the heads of
@@ -52,9 +47,6 @@ class TensorParallel:
         layout: Its layers and parameters.
         option: Styles by name pattern; None takes the module's own plan.
         sequence_parallel: Whether activations between sharded regions are cut along tokens.
-
-    Raises:
-        ModelError, ConfigurationError: See `ModelCuts.of`.
     """
 
     def __init__(
@@ -117,11 +109,7 @@ class TensorParallel:
         return None if self.stage.peers is None else self.stage.peers.group
 
     def enter_plan(self, plan: ParallelPlan, comms: Communicators) -> None:
-        """Set this rank's group to that of a plan; collective if the plan has new groups.
-
-        Raises:
-            ModelError: A degree doesn't divide heads or features.
-        """
+        """Set this rank's group to that of a plan; collective if the plan has new groups."""
         self.check_degrees(plan)
         group = comms.tensor_parallel_group(plan)
         place = plan.place(comms.global_rank)

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from lightning_hetero import HeteroStrategy, ParallelPlan
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.runtime.exchange import even
 from lightning_hetero.runtime.exchange.push import Push
 from lightning_hetero.testing import EmulatedDevices
 from tests.fits import Case, Outcome, fit, outcome_of, train
@@ -86,11 +85,7 @@ def train_redundant(
     """Train a case, each rank on the node that it plays."""
     kept = Kept()
     case = replace(case, options={**REDUNDANT, **case.options})
-    with (
-        mock.patch.dict(os.environ, {"GROUP_RANK": nodes[rank]}),
-        # More than two pipelines are added by pairs, as hundreds are.
-        mock.patch.object(even, "_ADDED_IN_TURN", 2),
-    ):
+    with mock.patch.dict(os.environ, {"GROUP_RANK": nodes[rank]}):
         kept.outcome = outcome_of(train(case, Look(kept, disturb)))
     return kept
 

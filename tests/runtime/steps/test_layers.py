@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.fits import Make, attempt, check, each, fit, refused
+from tests.fits import Make, attempt, check, each, refused
 from tests.plans import COPIES, SHARDED, STAGES, THREE, TURNED, pipeline, plan_of, stage
 from tests.processes import ProcessPool
 from tests.runtime.steps.layer_modules import (
@@ -130,8 +130,3 @@ def test_buffers_that_follow_what_a_micro_batch_holds_are_refused_unless_that_is
     (first,), (second,) = pool.run(attempt, 2, *cases)
     assert first.seen == second.seen
     assert first.logged == second.logged
-    (case,) = each(of(Keeps, "norms"), STAGES, options=MIXING)
-    alone = pool.run_alone(fit, case.on_single_device()).weights
-    for found in pool.run(fit, 2, case):
-        for name in (name for name in alone if "num_batches" in name):
-            assert found.weights[name] == alone[name] > 0, "it counts iterations"
