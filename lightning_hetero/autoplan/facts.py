@@ -104,7 +104,8 @@ def _first_number(sources: Sequence[object], names: Sequence[str]) -> int | None
 
 
 def _sample_length(sources: Sequence[object]) -> int | None:
-    for dataset in [getattr(source, "dataset", None) for source in sources]:
+    for source in sources:
+        dataset: Any = getattr(source, "dataset", None)
         if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
             # An error while guessing mustn't end the run.
             with suppress(Exception):

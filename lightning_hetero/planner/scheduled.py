@@ -126,10 +126,10 @@ def rank_scheduled(
 
 def _recomputing(plan: ParallelPlan) -> ParallelPlan:
     """Return the plan with all layers recomputed, so that stages hold more micro-batches."""
-    nothing = {"selective_layers": None, "activation_budget_bytes": None}
 
     def all_of(stage: StagePlan) -> StagePlan:
-        return replace(stage, recomputed_layers=len(stage.layers), **nothing)
+        whole = replace(stage, selective_layers=None, activation_budget_bytes=None)
+        return replace(whole, recomputed_layers=len(stage.layers))
 
     pipelines = [replace(p, stages=tuple(map(all_of, p.stages))) for p in plan.pipelines]
     return replace(plan, pipelines=tuple(pipelines))
