@@ -326,11 +326,7 @@ class Engine:
             self.tensor_parallel.remove()
 
     def mark_weights_stale(self, *, only_trainable: bool = False) -> None:
-        """Note that slices have changed, so that the next iteration pulls.
-
-        Args:
-            only_trainable: Whether frozen parameters are unchanged, as after an optimizer's step.
-        """
+        """Note that slices have changed, so that the next iteration pulls."""
         self.plans.running.pull.mark_stale(only_trainable=only_trainable)
 
     @property

@@ -231,12 +231,7 @@ class StagePasses:
             self._running.push.end_last_backward()
 
     def _begin_last_backward(self, stage_index: int, coming: Collection[str] | None) -> None:
-        """Begin a stage's last backward, in which units leave as soon as they are final.
-
-        Args:
-            stage_index: The stage.
-            coming: The parameters that get gradients in it; None for all of the stage.
-        """
+        """Begin a stage's last backward, in which units leave as soon as they are final."""
         running = self._running
         chunk = self._unfinished.pop(stage_index)
         later = frozenset[str]().union(*map(running.parameters_of, self._unfinished.values()))

@@ -150,12 +150,7 @@ def leave_stand_ins(store: SliceStore) -> None:
 
 
 def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tuple[Slot, StandIn]]:
-    """Return each place of a parameter with a stand-in, until its values are recovered.
-
-    Args:
-        store: Whose slices are dropped.
-        trains: Whether parameters train until then, by name; others train as they do now.
-    """
+    """Return each place of a parameter with a stand-in, until its values are recovered."""
     found = []
     for name, slots in store.layout.slots.items():
         awaited = StandIn.of(store, name, is_awaited=True)

@@ -100,12 +100,8 @@ class SideTensors:
     ) -> None:
         """Add to a handover what a layer has returned and recorded, with its tensors.
 
-        Args:
-            before: What the method `before` returned.
-            call: The layer's call.
-            output: What it returned.
-            whole: Its whole hidden state; only smaller records travel.
-            handover: The handover to the next stage, which is changed in place.
+        `before` is what the method of that name returned. Only records that are smaller than the
+        `whole` hidden state travel. The handover is changed in place.
         """
         num_recorded, attributes = before
         parts, own = self._parts[call.index], self._kept[call.index]

@@ -42,11 +42,9 @@ _UNWRAPPED = (TPStyle.PARTIAL, TPStyle.REPLICATE)
 class TensorParallel:
     """The sharded modules of one model, and the group that this rank is in.
 
-    Args:
-        root: The user's module, its parameters still whole.
-        layout: Its layers and parameters.
-        option: Styles by name pattern; None takes the module's own plan.
-        sequence_parallel: Whether activations between sharded regions are cut along tokens.
+    The parameters of `root` are still whole. `option` has styles by name pattern; None takes the
+    module's own plan. With `sequence_parallel` activations between sharded regions are cut along
+    tokens.
     """
 
     def __init__(
