@@ -44,16 +44,11 @@ class Replay:
     """A trace as a graph, with each operation's own time and the gap before it."""
 
     trace: OperationTrace
+    """The trace, with the barriers that it lacks."""
     graph: OperationGraph
     own_s: FloatArray
-    """Times without waiting for peers; those of barriers follow those of the trace's operations."""
+    """Times without waiting for peers."""
     gap_s: FloatArray
-    step: IntArray
-    """The step of each operation and barrier."""
-    kind: IntArray
-    """The kind of each operation; behind the trace's kinds, one for the barriers of each."""
-    barriers: IntArray
-    """The operation behind each barrier."""
     only_waits: IntArray
     """Receives that only wait for a send: the link's time is the send's."""
 
@@ -98,27 +93,17 @@ class Replay:
             raise ConfigurationError(f"The trace can't be replayed: {error}.") from error
         last_start = _extremes(start, group)[1]
         return cls(
-            trace=trace,
+            trace=trace.with_barriers(behind),
             graph=graph,
             own_s=np.r_[np.maximum(end - last_start[group], 0.0), barriers.own_s],
             gap_s=np.r_[np.maximum(start - barriers.ready_s, 0.0), np.zeros(len(behind))],
-            step=np.r_[trace.step, trace.step[behind]],
-            kind=np.r_[trace.kind, len(trace.kinds) + trace.kind[behind]],
-            barriers=behind,
             only_waits=np.flatnonzero(sent >= 0),
         )
-
-    def of_all(self, column: IntArray) -> IntArray:
-        """Return a column of the trace for all operations and barriers."""
-        found: IntArray = np.r_[column, column[self.barriers]]
-        return found
 
     def step_s(self, own_s: FloatArray, gap_s: FloatArray) -> FloatArray:
         """Return the seconds of each step with these durations."""
         ends = propagate_operations(self.graph, own_s, gap_s)
-        seconds = np.zeros(int(self.step.max()) + 1)
-        np.maximum.at(seconds, self.step, ends)
-        return seconds
+        return _extremes(ends, self.trace.step)[1]
 
     def observed_s(self) -> FloatArray:
         """Return the seconds of each step as recorded."""

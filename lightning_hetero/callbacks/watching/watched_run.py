@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import lightning.pytorch as pl
 
@@ -17,8 +18,8 @@ from lightning_hetero.straggler.mitigation import (
     find_mitigations,
     restart_mitigation,
 )
-from lightning_hetero.straggler.paces import RankReport
-from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPrediction
+from lightning_hetero.straggler.paces import Observation, RankReport
+from lightning_hetero.straggler.prediction import MeasuredRun, RunPrediction
 from lightning_hetero.strategy.hetero import HeteroStrategy
 
 _EQUAL_DEVICES = 1.15
@@ -158,12 +159,9 @@ class WatchedRun:
         return self._strategy.plan != self._wanted
 
 
-def _place_times(report: RankReport, share: float) -> PlaceTimes:
+def _place_times(report: RankReport, share: float) -> Observation:
     """Return a rank's times of a micro-batch; its pace is independent of the plans that ran."""
     before = report.before
     assert before is not None
-    total_s = report.pace * before.work * share
-    forward = before.forward_s / (before.forward_s + before.backward_s)
-    return PlaceTimes(
-        forward_s=total_s * forward, backward_s=total_s * (1 - forward), work=before.work
-    )
+    scale = report.pace * before.work * share / (before.forward_s + before.backward_s)
+    return replace(before, forward_s=scale * before.forward_s, backward_s=scale * before.backward_s)
