@@ -7,8 +7,7 @@ tell such a fault from a real one: its probes are slowed too.
 """
 
 import math
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,8 +16,7 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.strategy.run import note
+from lightning_hetero.strategy.run import note, run_of
 from lightning_hetero.testing import EmulatedClock, LinkDelay, emulate
 
 
@@ -109,15 +107,12 @@ class InjectFaults(Callback):
         ]
         Trainer(strategy=HeteroStrategy(), callbacks=[StragglerMonitor(), InjectFaults(faults)])
 
-    Under other strategies than `HeteroStrategy` a slow rank sleeps after its `training_step`, and
-    links can't be slowed.
-
     Args:
         faults: What is slow, and when; several may hold at once.
 
     Raises:
-        ConfigurationError: (in `setup`) A fault names a rank that doesn't run, or a link under a
-            strategy whose messages can't be delayed.
+        ConfigurationError: (in `setup`) A fault names a rank that doesn't run, or the strategy
+            isn't `HeteroStrategy`.
     """
 
     def __init__(self, faults: Sequence[Fault]) -> None:
@@ -134,18 +129,7 @@ class InjectFaults(Callback):
                     f"A fault names rank {missing[0]} but {trainer.world_size} ranks run (0 to "
                     f"{trainer.world_size - 1}). Name ranks that run."
                 )
-            if isinstance(fault, SlowLink) and not isinstance(trainer.strategy, HeteroStrategy):
-                raise ConfigurationError(
-                    f"Messages of {type(trainer.strategy).__name__} can't be delayed. Use "
-                    "Trainer(strategy=HeteroStrategy()), or leave slow links out."
-                )
-        if isinstance(trainer.strategy, HeteroStrategy):
-            emulate(trainer.strategy)
-
-    @override
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(trainer.strategy, HeteroStrategy):
-            trainer.strategy.training_step = self._slowed(trainer.strategy.training_step)  # type: ignore[method-assign]
+        emulate(run_of(trainer).strategy)
 
     @override
     def on_train_batch_start(
@@ -157,17 +141,6 @@ class InjectFaults(Callback):
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._apply(trainer, [])
-        if not isinstance(trainer.strategy, HeteroStrategy):
-            del trainer.strategy.training_step
-
-    def _slowed(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        def slowed(*args: Any, **kwargs: Any) -> Any:
-            start_s = time.perf_counter()
-            output = step(*args, **kwargs)
-            time.sleep((self._slowdown - 1) * (time.perf_counter() - start_s))
-            return output
-
-        return slowed
 
     def _apply(self, trainer: pl.Trainer, faults: Sequence[Fault]) -> None:
         if tuple(faults) != self._holding:
@@ -179,12 +152,12 @@ class InjectFaults(Callback):
             for fault in faults
             if isinstance(fault, SlowRank) and fault.global_rank == own
         )
-        if isinstance(trainer.strategy, HeteroStrategy):
-            clock = trainer.strategy.engine.clock
-            assert isinstance(clock, EmulatedClock)
-            clock.slowdown = trainer.strategy.emulation.slowdown * self._slowdown
-            links = [f for f in faults if isinstance(f, SlowLink) and own in f.ranks]
-            clock.delays = {
-                sum(f.ranks) - own: LinkDelay(bytes_per_s=f.bytes_per_s, latency_s=f.latency_s)
-                for f in links
-            }
+        strategy = run_of(trainer).strategy
+        clock = strategy.engine.clock
+        assert isinstance(clock, EmulatedClock)
+        clock.slowdown = strategy.emulation.slowdown * self._slowdown
+        links = [f for f in faults if isinstance(f, SlowLink) and own in f.ranks]
+        clock.delays = {
+            sum(f.ranks) - own: LinkDelay(bytes_per_s=f.bytes_per_s, latency_s=f.latency_s)
+            for f in links
+        }

@@ -6,7 +6,7 @@ looked for in attributes of the loader, its dataset, the data module and the mod
 `hparams`), then in the first sample of a dataset that can be indexed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,29 +89,18 @@ def find_batch_sizes(sources: Sequence[object]) -> BatchSizes:
     Args:
         sources: Where to look, most likely first; a loader's dataset is also looked at.
     """
-    expanded = list(_expand(sources))
+    names = ("batch_sampler", "dataset", "hparams", "config")
+    every = [[source, *(getattr(source, name, None) for name in names)] for source in sources]
+    expanded = [item for row in every for item in row if item is not None]
     return BatchSizes(
         samples=_first_number(expanded, _BATCH_NAMES),
         sequence_length=_first_number(expanded, _LENGTH_NAMES) or _sample_length(expanded),
     )
 
 
-def _expand(sources: Iterable[object]) -> Iterator[object]:
-    for source in sources:
-        yield source
-        for name in ("batch_sampler", "dataset", "hparams", "config"):
-            inner = getattr(source, name, None)
-            if inner is not None:
-                yield inner
-
-
 def _first_number(sources: Sequence[object], names: Sequence[str]) -> int | None:
-    for source in sources:
-        for name in names:
-            value = getattr(source, name, None)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None
+    values = (getattr(source, name, None) for source in sources for name in names)
+    return next((v for v in values if type(v) is int and v > 0), None)
 
 
 def _sample_length(sources: Sequence[object]) -> int | None:

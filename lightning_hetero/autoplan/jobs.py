@@ -2,9 +2,8 @@
 
 After a loss, the first remaining rank makes the plan. So each rank prepares, in advance, for the
 cases in which it would be that rank: rank 0 for the loss of any other rank or node, rank 1 for that
-of rank 0, the first rank of the second node for that of the first node. With up to 8 ranks, or
-nodes, it also prepares for the loss of any two at once. A plan made in advance is used only for
-exactly the same devices, model, sizes and costs.
+of rank 0, the first rank of the second node for that of the first node. A plan made in advance is
+used only for exactly the same devices, model, sizes and costs.
 """
 
 import pickle
@@ -12,7 +11,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import combinations
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,8 +35,6 @@ _MAX_PARTS = 4
 _SCHEDULED = 4
 """Number of plans, the best ones under 1F1B, that are simulated under a computed schedule. That
 takes one or two seconds."""
-_MOST_IN_PAIRS = 8
-"""Largest number of ranks, and of nodes, for which losses of any two are prepared."""
 
 _T = TypeVar("_T")
 
@@ -205,11 +201,7 @@ def losses_to_plan_for(seats: Sequence[Seat], global_rank: int) -> Iterator[froz
     hosts = sorted({seat.host for seat in seats})
     ranks = [frozenset({rank}) for rank in range(len(seats))]
     nodes = [frozenset(r for r, seat in enumerate(seats) if seat.host == host) for host in hosts]
-    together = [*ranks, *(nodes if len(nodes) > 1 else ())]
-    for parts in (ranks, nodes):
-        if len(parts) <= _MOST_IN_PAIRS:
-            together += [one | other for one, other in combinations(parts, 2)]
-    for lost in dict.fromkeys(together):
+    for lost in dict.fromkeys([*ranks, *(nodes if len(nodes) > 1 else ())]):
         left = [rank for rank in range(len(seats)) if rank not in lost]
         if left and left[0] == global_rank:
             yield lost

@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Collection, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
@@ -34,10 +34,7 @@ from lightning_hetero.checkpoint import (
 )
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError, PeerError
 from lightning_hetero.runtime.ranks.failure import AgreedExit, GenerationChange
-from lightning_hetero.strategy.run import Ranks, note, run_of
-
-if TYPE_CHECKING:
-    from lightning_hetero.strategy.run import SavesSlices
+from lightning_hetero.strategy.run import Run, note, run_of
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +120,8 @@ class ElasticRestart(Callback):
         self._between: SigtermNotice | None = None
         """Notes a SIGTERM between the end of a fit and the start of training in the next fit."""
         self._watcher: NoticeWatcher | None = None
-        self._checkpoint: SavesSlices | None = None
+        self._run: Run
+        """The run; from `setup` on."""
         self._global_rank = 0
         self._is_first_of_node = True
         self._is_excluded = False
@@ -134,35 +132,39 @@ class ElasticRestart(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        run = run_of(trainer)
+        self._run = run = run_of(trainer)
         run.join(run.restarters, self)
         self._global_rank = trainer.global_rank
         self._is_first_of_node = trainer.local_rank == 0
         if self.in_place:
             if stage == "fit":
-                _check_in_place(trainer)
+                self._check_in_place(trainer)
         elif os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             rank_zero_warn(
                 "Nodes can't come and go: torchrun would send restarted processes to the store of "
                 "the first start. Set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts."
             )
 
+    def _check_in_place(self, trainer: pl.Trainer) -> None:
+        if trainer.world_size > 1 and not self._run.strategy.processes.outlives_ranks:
+            raise ConfigurationError(
+                "ElasticRestart(in_place=True) needs processes that run a script again, started by "
+                "torchrun, by hand or by HeteroStrategy(start_method='popen'). Leave in_place out."
+            )
+
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        found = run_of(trainer).checkpoints
-        if len(found) != 1:
+        count = len(self._run.checkpoints)
+        if count != 1:
             raise ConfigurationError(
                 f"ElasticRestart needs one LayerwiseCheckpoint among the callbacks; there are "
-                f"{len(found)}. Give the Trainer one."
+                f"{count}. Give the Trainer one."
             )
-        self._checkpoint = found[0]
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Until now Lightning handled SIGTERM, or the strategy in its place.
-        strategy = run_of(trainer).strategy
-        was_told = trainer.received_sigterm if strategy is None else strategy.engine.is_leaving
-        self._sigterm = self._hear_sigterm(told=was_told)
+        # Until now the strategy handled SIGTERM.
+        self._sigterm = self._hear_sigterm(told=self._run.strategy.engine.is_leaving)
         if self._notices and trainer.local_rank == 0:
             self._watcher = NoticeWatcher(self._notices)
             self._watcher.start()
@@ -172,11 +174,8 @@ class ElasticRestart(Callback):
         change, self._change = self._change, None
         if change is not None:
             raise change
-        strategy = run_of(trainer).strategy
-        if strategy is not None:
-            strategy.engine.tell(
-                is_leaving=self.is_leaving, sees_joiners=self._sees_joiners(trainer)
-            )
+        engine = self._run.strategy.engine
+        engine.tell(is_leaving=self.is_leaving, sees_joiners=self._sees_joiners(trainer))
 
     def _sees_joiners(self, trainer: pl.Trainer) -> bool:
         """On rank 0, whether joiners wait that may join after this step.
@@ -184,8 +183,7 @@ class ElasticRestart(Callback):
         Not after an epoch's last step: a checkpoint from before the epoch's end lacks what that end
         changes. One step later they may, even if that step also ends an epoch.
         """
-        strategy = run_of(trainer).strategy
-        members = None if strategy is None else strategy.processes.membership
+        members = self._run.strategy.processes.membership
         waits = trainer.is_global_zero and members is not None and members.look_for_joiners()
         self._holds_back = waits and not self._holds_back and is_epoch_ending(trainer)
         return waits and not self._holds_back and time.monotonic() >= self._lets_in_at_s
@@ -205,24 +203,21 @@ class ElasticRestart(Callback):
         Returns:
             Whether the step was saved, or needn't be.
         """
-        strategy = run_of(trainer).strategy
-        if strategy is None:
-            leaving, has_joiners = frozenset({0} if self.is_leaving else ()), False
-        else:
-            leaving, has_joiners = strategy.engine.leaving, strategy.engine.has_joiners
-        if not leaving and not has_joiners:
+        engine = self._run.strategy.engine
+        if not engine.leaving and not engine.has_joiners:
             return False
         if self.in_place:
-            self._stop_in_place(trainer, leaving)
+            self._stop_in_place(trainer, engine.leaving)
         else:
-            self._leave(trainer, leaving)
+            self._leave(trainer, engine.leaving)
         return True
 
     def _save(self, trainer: pl.Trainer, leaving: Collection[int]) -> SavedCheckpoint:
         """Save the step, with copies of what leaving ranks have."""
-        assert self._checkpoint is not None
-        node_of_rank = self._checkpoint.node_of_rank
-        return self._checkpoint.save(trainer, leaving={node_of_rank[rank] for rank in leaving})
+        node_of_rank = self._run.checkpoints[0].node_of_rank
+        return self._run.checkpoints[0].save(
+            trainer, leaving={node_of_rank[rank] for rank in leaving}
+        )
 
     @property
     def is_leaving(self) -> bool:
@@ -241,8 +236,7 @@ class ElasticRestart(Callback):
 
         0 if nobody would start the processes again.
         """
-        assert self._checkpoint is not None
-        nodes = self._checkpoint.node_of_rank
+        nodes = self._run.checkpoints[0].node_of_rank
         gone = {nodes[rank] for rank in exclude}
         return sum(node not in gone for node in nodes) if is_torchelastic_launched() else 0
 
@@ -252,9 +246,8 @@ class ElasticRestart(Callback):
         Called by every rank with the same `exclude`. torchrun restarts the others, if it has its
         least number of nodes.
         """
-        assert self._checkpoint is not None
         rank_zero_info(f"ElasticRestart: {reason}.")
-        nodes = self._checkpoint.node_of_rank
+        nodes = self._run.checkpoints[0].node_of_rank
         self._is_excluded = nodes[self._global_rank] in {nodes[rank] for rank in exclude}
 
     def _stop_in_place(self, trainer: pl.Trainer, told_to_leave: Collection[int]) -> None:
@@ -262,9 +255,8 @@ class ElasticRestart(Callback):
 
         Saves only if the ranks that stay don't have all rows; all leave if these couldn't go on.
         """
-        assert self._checkpoint is not None
-        ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
-        rows = ranks.gather((self.is_leaving, self._loses_machine))
+        comms, nodes = self._run.comms, self._run.checkpoints[0].node_of_rank
+        rows = comms.gather_objects((self.is_leaving, self._loses_machine))
         lost_nodes = {node for node, row in zip(nodes, rows, strict=True) if row[1]}
         told = {rank for rank, row in enumerate(rows) if row[0]}
         leaving = frozenset(r for r, node in enumerate(nodes) if r in told or node in lost_nodes)
@@ -272,9 +264,11 @@ class ElasticRestart(Callback):
             rank_zero_info("Not going on in place, because %s.", why)
             self._leave(trainer, leaving)
             return
-        if not all(ranks.gather(self._checkpoint.can_go_on_live(trainer, leaving))):
+        if not all(comms.gather_objects(self._run.checkpoints[0].live.can_go_on(trainer, leaving))):
             saved = self._save(trainer, told_to_leave)
-            errors = [error for error in ranks.gather(self._confirm(saved)) if error is not None]
+            errors = [
+                error for error in comms.gather_objects(self._confirm(saved)) if error is not None
+            ]
             if errors and not leaving:
                 self._lets_in_at_s = time.monotonic() + 2 * self._drain_timeout_s
                 rank_zero_warn(f"Joiners wait, since {saved.id} isn't safe: {errors[0]}")
@@ -286,8 +280,7 @@ class ElasticRestart(Callback):
 
     def _why_all_leave(self, trainer: pl.Trainer, leaving: Collection[int]) -> str | None:
         """Return why the others couldn't go on without the leaving ranks; None if they can."""
-        strategy = run_of(trainer).strategy
-        membership = None if strategy is None else strategy.processes.membership
+        membership = self._run.strategy.processes.membership
         if membership is None or len(leaving) == trainer.world_size:
             return "nobody would be left"
         return "the store goes with its node" if membership.loses_store(leaving) else None
@@ -323,12 +316,11 @@ class ElasticRestart(Callback):
         self, trainer: pl.Trainer, saved: SavedCheckpoint, start_s: float
     ) -> frozenset[int]:
         """Wait, as all ranks do, until none needs to; return the ranks that were told to leave."""
-        assert self._checkpoint is not None
-        ranks, nodes = Ranks(run_of(trainer).control), self._checkpoint.node_of_rank
+        comms, nodes = self._run.comms, self._run.checkpoints[0].node_of_rank
         settled_s = min(_SETTLE_S, self._drain_timeout_s)
         while True:
             waits = _is_uploading(saved)
-            rows = ranks.gather((waits, self.is_leaving, time.monotonic() - start_s))
+            rows = comms.gather_objects((waits, self.is_leaving, time.monotonic() - start_s))
             told = frozenset(rank for rank, row in enumerate(rows) if row[1])
             nobody_stays = {nodes[rank] for rank in told} == set(nodes)
             longest_s = self._drain_timeout_s if nobody_stays else settled_s
@@ -366,21 +358,6 @@ class ElasticRestart(Callback):
     def _stop_watching(self) -> None:
         if self._watcher is not None:
             self._watcher.stop()
-
-
-def _check_in_place(trainer: pl.Trainer) -> None:
-    """Raise ConfigurationError if the run's ranks can't go on in place."""
-    strategy = run_of(trainer).strategy
-    if strategy is None:
-        raise ConfigurationError(
-            f"ElasticRestart(in_place=True) needs HeteroStrategy; this is "
-            f"{type(trainer.strategy).__name__}. Leave in_place out."
-        )
-    if trainer.world_size > 1 and not strategy.processes.outlives_ranks:
-        raise ConfigurationError(
-            "ElasticRestart(in_place=True) needs processes that run a script again, started by "
-            "torchrun, by hand or by HeteroStrategy(start_method='popen'). Leave in_place out."
-        )
 
 
 def _is_uploading(saved: SavedCheckpoint) -> bool:

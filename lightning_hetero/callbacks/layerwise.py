@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint
@@ -20,14 +20,16 @@ from torch.distributed import is_torchelastic_launched
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_hetero.callbacks.checkpointing.access import Leases, peers_of, probe
 from lightning_hetero.callbacks.checkpointing.live import LiveSteps
 from lightning_hetero.callbacks.checkpointing.owned import OwnedState
 from lightning_hetero.callbacks.checkpointing.places import (
     FinishedStep,
     Found,
     Places,
+    peers_of,
+    probe,
     report_recovery,
+    take_leases,
 )
 from lightning_hetero.callbacks.checkpointing.training_state import (
     content_of,
@@ -51,14 +53,17 @@ from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.failure import AgreedExit
 from lightning_hetero.strategy.run import note, run_of
 
+if TYPE_CHECKING:
+    from lightning_hetero.checkpoint.claims import Lease
+
 
 class LayerwiseCheckpoint(Checkpoint):
     """Save every n optimizer steps, layer by layer and slice by slice, and resume automatically.
 
     `Trainer.fit` continues from the newest complete checkpoint that any node or the remote store
     has; a `ckpt_path` is read at the first start only. To start anew, delete the folders on all
-    nodes. Only one job at a time may use them. The callback works under `HeteroStrategy`, also if
-    the run is resumed under another plan, and on a single device.
+    nodes. Only one job at a time may use them. The callback needs `HeteroStrategy`, also on one
+    device; a resumed run may have another plan.
 
     ::
 
@@ -139,14 +144,15 @@ class LayerwiseCheckpoint(Checkpoint):
         self._resume = resume
         self.node_of_rank: tuple[str, ...] = ()
         """Name of each rank's node, from the start of fitting."""
-        self._leases: Leases | None = None
+        self._leases: list[Lease] = []
         self._writer: CheckpointWriter | None = None
         self._peers = Peers()
         self._start = CheckpointId(0)
         self._last_step = 0
         self._found: Found | None = None
         """The state that is being restored; None once training has started."""
-        self._live = LiveSteps()
+        self.live = LiveSteps()
+        """This rank's record of the last step."""
         self._phases = {"meet": time.time()}
         """When each phase of a start began, in seconds since 1970."""
 
@@ -175,11 +181,12 @@ class LayerwiseCheckpoint(Checkpoint):
         if run.trained_at_first is None:
             run.trained_at_first = owned.trains()
         goes_on, needs = _goes_on(trainer), owned.needs()
-        live = self._live.recover(needs, self._peers) if goes_on else None
+        live = self.live.recover(needs, self._peers) if goes_on else None
         why_not_live = live if isinstance(live, str) else None
         is_first = trainer.local_rank == 0
-        self._leases = Leases(self.places, self._peers, is_first_of_node=is_first)
-        tiers = self._leases.take(tidies=not goes_on)
+        tiers, self._leases = take_leases(
+            self.places, self._peers, is_first_of_node=is_first, tidies=not goes_on
+        )
         recovery = Recovery(
             tiers,
             node=self.places.node,
@@ -235,10 +242,10 @@ class LayerwiseCheckpoint(Checkpoint):
         if found is not None:
             self._report(trainer)
             go_on(trainer, found.recovered)
-        elif strategy is not None and strategy.processes.outlives_ranks:
+        elif strategy.processes.outlives_ranks:
             # Save at once: before the first checkpoint, the state of a lost rank couldn't be
             # recovered.
-            self._live.note_step(trainer)
+            self.live.note_step(trainer)
             self._save(trainer)
 
     # -- steps ----------------------------------------------------------------------------------
@@ -251,18 +258,18 @@ class LayerwiseCheckpoint(Checkpoint):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # Weight averaging may swap weights now.
         self._wait_for_snapshot()
-        self._live.begin_evaluation(trainer)
+        self.live.begin_evaluation(trainer)
 
     @override
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._live.begin_epoch(trainer)
+        self.live.begin_epoch(trainer)
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step
         if trainer.fit_loop._should_accumulate():
             return
-        self._live.note_step(trainer)  # First: from here on ranks wait for each other.
+        self.live.note_step(trainer)  # First: from here on ranks wait for each other.
         if trainer.local_rank == 0:
             self.places.note(FinishedStep(step=step, at_s=time.time(), run=self._start.run))
         is_saved = False
@@ -291,8 +298,7 @@ class LayerwiseCheckpoint(Checkpoint):
 
     def _save(self, trainer: pl.Trainer, *, leaving: Collection[str] = ()) -> SavedCheckpoint:
         assert self._writer is not None
-        assert self._leases is not None
-        self._leases.raise_if_lost()
+        self._raise_if_lost()
         owned = OwnedState(trainer)
         id_ = replace(self._start, step=trainer.global_step)
         content = content_of(trainer, owned, id_, dump_metadata(trainer, owned))
@@ -300,6 +306,10 @@ class LayerwiseCheckpoint(Checkpoint):
         self._last_step = trainer.global_step
         note(trainer, "checkpoint", complete=self._writer.complete_steps)
         return self.saved
+
+    def _raise_if_lost(self) -> None:
+        for lease in self._leases:
+            lease.raise_if_lost()
 
     def _wait_for_snapshot(self) -> None:
         if self.saved is not None:
@@ -309,8 +319,8 @@ class LayerwiseCheckpoint(Checkpoint):
 
     @override
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._writer is not None and self._leases is not None:
-            self._leases.raise_if_lost()
+        if self._writer is not None:
+            self._raise_if_lost()
             # Raises unless a lasting place has the newest checkpoint; shared memory then keeps it.
             self._writer.close()
             note(trainer, "checkpoint", complete=self._writer.complete_steps)
@@ -321,22 +331,18 @@ class LayerwiseCheckpoint(Checkpoint):
     @override
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._let_go()  # `on_train_end` isn't called if there was nothing left to train.
-        self._live = LiveSteps()
+        self.live = LiveSteps()
 
     @override
     def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
         # Don't wait for unfinished writes: other ranks may be gone, and a restart is due. If this
         # rank leaves alone, the others go on in its folders.
         self._let_go(goes_on=isinstance(exception, AgreedExit) and exception.code == 0)
-        self._live = LiveSteps()
-
-    def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether this rank has the last step's state, and ranks not `leaving` all its rows."""
-        return self._live.can_go_on(trainer, leaving)
+        self.live = LiveSteps()
 
     def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Keep the last step's state in memory before anything is torn down; see `SavesSlices`."""
-        return self._live.keep(trainer, self._start, generation)
+        """Keep the state of the last step of a generation that has ended; return whether it is."""
+        return self.live.keep(trainer, self._start, generation)
 
     def on_generation(self, trainer: pl.Trainer, old: Any, new: Any) -> None:
         """Restart the clock that measures the phases of a start."""
@@ -349,11 +355,11 @@ class LayerwiseCheckpoint(Checkpoint):
         self.saved = self._found = None
 
     def _let_go(self, *, goes_on: bool = False) -> None:
-        writer, leases, self._writer, self._leases = self._writer, self._leases, None, None
+        writer, leases, self._writer, self._leases = self._writer, self._leases, None, []
         if writer is not None:
             writer.leave()
-        if leases is not None:
-            leases.release(goes_on=goes_on)
+        for lease in leases:
+            lease.release(goes_on=goes_on)
         self.node_of_rank = ()
         self._peers.close()
 
@@ -366,5 +372,4 @@ def _reset_metrics(module: pl.LightningModule) -> None:
 
 
 def _goes_on(trainer: pl.Trainer) -> bool:
-    strategy = run_of(trainer).strategy
-    return strategy is not None and strategy.awaits_recovery
+    return run_of(trainer).strategy.awaits_recovery

@@ -36,7 +36,7 @@ from typing_extensions import override
 
 from lightning_hetero.core.event_log import append_event, read_entries
 from lightning_hetero.runtime.ranks.failure import AgreedExit
-from lightning_hetero.strategy.run import Ranks, note, run_of
+from lightning_hetero.strategy.run import note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
@@ -91,16 +91,16 @@ class RunLog(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         run = run_of(trainer)
-        plans = () if run.strategy is None else run.strategy.candidate_plans
+        plans = run.strategy.candidate_plans
         self._plan, self._plans, self._num_changes = None, list(plans), 0
-        self.nodes = tuple(Ranks(run.control).gather(self.node))
+        self.nodes = tuple(run.comms.gather_objects(self.node))
         note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._note_generation(trainer)
         strategy = run_of(trainer).strategy
-        if strategy is not None and strategy.plan != self._plan:
+        if strategy.plan != self._plan:
             self._plan = strategy.plan
             self._num_changes += 1
             if self._num_changes <= _MOST_CHANGES:

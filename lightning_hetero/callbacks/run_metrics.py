@@ -23,7 +23,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -31,18 +30,14 @@ from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
 from lightning_hetero.core.devices import KNOWN_DEVICES
-from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.models.batches import sample_lengths
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.runtime.setup.sizes import infer_model_spec
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.strategy.run import Ranks, note, run_of
+from lightning_hetero.strategy.run import note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.model_spec import ModelSpec
-
-_Memory = Sequence[tuple[float, float]]
-"""For each rank its bytes in use, and those that were predicted."""
 
 
 class RunMetrics(Callback):
@@ -52,30 +47,18 @@ class RunMetrics(Callback):
 
         logger = TensorBoardLogger("logs")
         Trainer(strategy=HeteroStrategy(), callbacks=[RunMetrics()], logger=logger)
-
-    Raises:
-        ConfigurationError: In `setup`: the strategy isn't `HeteroStrategy`.
     """
 
     def __init__(self) -> None:
         self._total = _Sums()
-        self._memory: _Memory = ()
         self._step = 0
         self._start_s = 0.0
         self._spec: ModelSpec | None = None
         self._peak_flops_per_s = 0.0
 
     @override
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if run_of(trainer).strategy is None:
-            raise ConfigurationError(
-                f"RunMetrics reads HeteroStrategy's clock, but the strategy is "
-                f"{type(trainer.strategy).__name__}. Leave the callback out."
-            )
-
-    @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = _strategy_of(trainer)
+        strategy = run_of(trainer).strategy
         self._total = _Sums()
         self._step = trainer.global_step
         device = describe_device(strategy.root_device)
@@ -91,7 +74,7 @@ class RunMetrics(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        strategy = _strategy_of(trainer)
+        strategy = run_of(trainer).strategy
         times, place = strategy.engine.clock.last, strategy.engine.place
         data = strategy.datamodule
         total = self._total
@@ -119,7 +102,7 @@ class RunMetrics(Callback):
                 total.checkpoint_stall_s = checkpoint.saved.stall_s
         if strategy.memory is not None:
             total.memory_bytes, total.predicted_bytes = strategy.memory.in_use()
-        rows = Ranks(strategy.run.control).to_leader(astuple(total))
+        rows = strategy.run.comms.to_leader(astuple(total))
         if not len(rows):
             return
         sums = [_Sums(*row) for row in rows.tolist()]
@@ -129,12 +112,7 @@ class RunMetrics(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(scalars, step=trainer.global_step)
         memory = [(row.memory_bytes, row.predicted_bytes) for row in sums]
-        entry: dict[str, object] = {"scalars": scalars}
-        # A log mustn't grow by a number for each rank in every row: the page of a run has bars of
-        # the newest, which hardly change.
-        if _differ(memory, self._memory):
-            self._memory = entry["memory"] = memory
-        note(trainer, "metrics", **entry)
+        note(trainer, "metrics", scalars=scalars, memory=memory)
 
 
 @dataclass
@@ -175,16 +153,3 @@ def _scalars(rows: Sequence[_Sums]) -> dict[str, float]:
     if all(peaks):
         scalars["run/mfu"] = sum(row.flops for row in rows) / wall_s / sum(peaks)
     return scalars
-
-
-def _differ(memory: _Memory, before: _Memory) -> bool:
-    """Return whether a rank's bytes have changed by a tenth, or the number of ranks has."""
-    pairs = zip(chain(*memory), chain(*before), strict=False)
-    changed = (abs(now - then) > 0.1 * max(now, then) for now, then in pairs)
-    return len(memory) != len(before) or any(changed)
-
-
-def _strategy_of(trainer: pl.Trainer) -> HeteroStrategy:
-    strategy = run_of(trainer).strategy
-    assert strategy is not None, "see `setup`"
-    return strategy

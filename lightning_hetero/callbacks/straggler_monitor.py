@@ -8,9 +8,8 @@ A thin adapter; `lightning_hetero.straggler` makes all decisions. After every op
 3. If it decides to diagnose, all ranks report and probe, and rank 0 finds the cause.
 4. If it decides on a mitigation, all ranks carry it out: another plan, or a restart.
 
-Any strategy can be watched. `HeteroStrategy`'s clock distinguishes computing from waiting; under
-other strategies the forward pass is timed, which under DDP waits for no other rank. Only
-`HeteroStrategy` can run another plan.
+The clock of `HeteroStrategy` distinguishes computing from waiting. `straggler.record` logs the runs
+of other strategies.
 """
 
 from dataclasses import replace
@@ -19,20 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning_utilities.core.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_hetero.callbacks.watching.session import StragglerSession
 from lightning_hetero.callbacks.watching.step_times import StepTimes
-from lightning_hetero.callbacks.watching.watched_run import HeteroRun, PlainRun
+from lightning_hetero.callbacks.watching.watched_run import WatchedRun
 from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.event_log import append_event
 from lightning_hetero.straggler import Event, IterationEvent, Mitigation, PolicyConfig
 from lightning_hetero.straggler.events import to_entry
 from lightning_hetero.straggler.watch import WatchConfig
-from lightning_hetero.strategy.run import Ranks, note, run_of
+from lightning_hetero.strategy.run import note, run_of
 
 
 class StragglerMonitor(Callback):
@@ -92,19 +90,9 @@ class StragglerMonitor(Callback):
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         known = run_of(trainer)
-        group, config = known.control, self.config
-        if known.strategy is not None:
-            run: PlainRun = HeteroRun(trainer, known.strategy)
-            planned = known.strategy.auto_planned
-            self._predicted_s = None if planned is None else planned.predicted_s
-            may_replace = planned is not None or self.replaces_given_plan
-            config = replace(config, replaces_plan=may_replace)
-        else:
-            run = PlainRun(trainer, known.restarters)
-            if trainer.world_size > 1:
-                made = dist.new_group(backend="gloo")
-                assert isinstance(made, dist.ProcessGroup)
-                group = made
+        planned = known.strategy.auto_planned
+        self._predicted_s = None if planned is None else planned.predicted_s
+        may_replace = planned is not None or self.replaces_given_plan
         if self.events is not None and trainer.is_global_zero:
             path = (Path(trainer.default_root_dir) / self.events).absolute()
             self._shares_log = any(
@@ -112,9 +100,9 @@ class StragglerMonitor(Callback):
             )
             self._path = None if self._shares_log else path
         self._session = StragglerSession(
-            run,
-            Ranks(group),
-            config,
+            WatchedRun(trainer, known.strategy),
+            known.comms,
+            replace(self.config, replaces_plan=may_replace),
             report=partial(self._report, trainer),
             say=rank_zero_info,
             admission=self.admission,
@@ -128,18 +116,10 @@ class StragglerMonitor(Callback):
         self._step.begin_batch(batch)
 
     @override
-    def on_before_backward(self, *_: Any) -> None:
-        self._step.end_forward()
-
-    @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         strategy = run_of(trainer).strategy
-        if strategy is not None:
-            share = strategy.plan.share(trainer.global_rank)
-            clock = strategy.engine.clock
-            self._step.end_batch(clock.last, share=share, is_late=clock.is_late)
-        else:
-            self._step.end_batch(None)
+        share, clock = strategy.plan.share(trainer.global_rank), strategy.engine.clock
+        self._step.end_batch(clock.last, share=share, is_late=clock.is_late)
         # Batches that only accumulate gradients belong to the step that uses them.
         if trainer.global_step == self._step.index or self._session is None:
             return

@@ -13,7 +13,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch.distributed as dist
 import yaml
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import Callback
 from typing_extensions import override
 
@@ -23,8 +22,7 @@ from lightning_hetero.core.places import RankPlace
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sample_lengths
 from lightning_hetero.runtime.clock import ActionTime, IterationTimes
-from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.strategy.run import Ranks, run_of
+from lightning_hetero.strategy.run import run_of
 
 _NAMES = {
     ActionKind.FORWARD: "forward-compute",
@@ -71,7 +69,6 @@ class TraceOperations(Callback):
 
     Raises:
         ConfigurationError: `every_n_steps` is less than 1.
-        MisconfigurationException: The Trainer's strategy isn't `HeteroStrategy`.
     """
 
     def __init__(self, every_n_steps: int = 100, folder: str | Path = "operations") -> None:
@@ -91,21 +88,16 @@ class TraceOperations(Callback):
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not isinstance(trainer.strategy, HeteroStrategy):
-            raise MisconfigurationException(
-                "TraceOperations reads the clock of HeteroStrategy. Pass "
-                "Trainer(strategy=HeteroStrategy()), or record the job with "
-                "lightning_hetero.straggler.record()."
-            )
+        strategy, comms = run_of(trainer).strategy, run_of(trainer).comms
         self._now = self._ended = None
-        folder, group = Path(trainer.default_root_dir) / self.folder, run_of(trainer).control
+        folder = Path(trainer.default_root_dir) / self.folder
         folder.mkdir(parents=True, exist_ok=True)
-        hosts = Ranks(group).gather(socket.gethostname())
+        hosts = comms.gather_objects(socket.gethostname())
         if trainer.is_global_zero:
-            layout = yaml.safe_dump(_layout(trainer.strategy.plan, hosts), sort_keys=False)
+            layout = yaml.safe_dump(_layout(strategy.plan, hosts), sort_keys=False)
             (folder / "layout.yaml").write_text(layout)
-        if group is not None:
-            dist.barrier(group)
+        if comms.control is not None:
+            dist.barrier(comms.control)
         self._anchor_s = time.perf_counter()
 
     @override
@@ -116,8 +108,7 @@ class TraceOperations(Callback):
         step = trainer.fit_loop.total_batch_idx
         is_due = self._num_asked > 0 or step % self.every_n_steps == 0
         self._num_asked = max(0, self._num_asked - 1)
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
+        strategy = run_of(trainer).strategy
         plan = batch.plan if isinstance(batch, AssignedBatch) else strategy.plan
         place = plan.place(trainer.global_rank)
         if not is_due or place is None:
@@ -140,8 +131,7 @@ class TraceOperations(Callback):
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        strategy = trainer.strategy
-        assert isinstance(strategy, HeteroStrategy)
+        strategy = run_of(trainer).strategy
         clock, ended = strategy.engine.clock, self._now
         if clock.is_late:  # The clock's times are those of the previous iteration.
             ended, self._ended = self._ended, ended

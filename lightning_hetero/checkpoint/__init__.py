@@ -3,7 +3,7 @@
 In the order of a checkpoint's journey: `content`, `encoding`, `manifest` (the files of a part);
 `store`, `tiers`, `claims` (where they are kept, and who may write there); `serving`, `statuses`,
 `deadlines` (what ranks send and tell each other, and waits that end); `writer`, `snapshot`,
-`commit`, `lasting` (from a rank's state into all tiers); `inventory`, `fetching`, `assembly` (onto
+`commit` (from a rank's state into all tiers); `inventory`, `fetching`, `assembly` (onto
 any set of ranks: `from_files`, or `live` from what ranks still hold in memory); `inspection`
 (outside of training); `notices` (a machine is about to go).
 """
@@ -15,7 +15,7 @@ from lightning_hetero.checkpoint.content import (
     SliceContent,
     SliceNeed,
 )
-from lightning_hetero.checkpoint.fetching import Recovered, RecoveryReport
+from lightning_hetero.checkpoint.fetching import Recovered
 from lightning_hetero.checkpoint.from_files import Recovery
 from lightning_hetero.checkpoint.inspection import export_checkpoint
 from lightning_hetero.checkpoint.manifest import CheckpointId
@@ -28,6 +28,7 @@ from lightning_hetero.checkpoint.notices import (
     PreemptionNotice,
     SigtermNotice,
 )
+from lightning_hetero.checkpoint.snapshot import SavedCheckpoint
 from lightning_hetero.checkpoint.statuses import Peers
 from lightning_hetero.checkpoint.store import (
     FsspecStore,
@@ -37,7 +38,7 @@ from lightning_hetero.checkpoint.store import (
     open_store,
 )
 from lightning_hetero.checkpoint.tiers import Location, Source, Tier, TierKind
-from lightning_hetero.checkpoint.writer import CheckpointWriter, SavedCheckpoint
+from lightning_hetero.checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "AwsSpotNotice",
@@ -55,7 +56,6 @@ __all__ = [
     "PreemptionNotice",
     "Recovered",
     "Recovery",
-    "RecoveryReport",
     "RestoredSlice",
     "RetryingStore",
     "SavedCheckpoint",

@@ -135,11 +135,6 @@ class Assembly:
                 key: _rows_of(view, need) if is_to_be_cut else view.contiguous()
                 for key, (view, is_to_be_cut) in views.items()
             }
-            if WEIGHT not in tensors:
-                raise CheckpointError(
-                    f"The checkpoint has state but no weights of {need.parameter}. Delete it, and "
-                    "go on from an older one."
-                )
             slices.append(
                 RestoredSlice(
                     parameter=need.parameter,
@@ -185,11 +180,6 @@ class Assembly:
         views = {}
         for key in keys or [WEIGHT]:
             stored = [(p, e, tensor) for p, e in found for tensor in e.tensors if tensor.key == key]
-            if len(dtypes := {tensor.dtype for _, _, tensor in stored}) > 1:
-                raise CheckpointError(
-                    f"{need.parameter}/{key} is stored as {sorted(dtypes)}; all its slices must "
-                    "have one dtype."
-                )
             if stored and not stored[0][2].by_rows:
                 views[key] = self._whole_tensor(need, key, stored), False
             else:
@@ -221,10 +211,6 @@ class Assembly:
                 )
                 pieces.append(FileRange(part, tensor.file, begin, end))
                 position = until
-        if not pieces:
-            raise CheckpointError(
-                f"Rows {list(rows)} of {need.parameter} contain no row. Ask for one or more."
-            )
         num = sum(stop - start for start, stop in rows)
         shape = (num, *tensor.shape[1:]) if tensor.shape else ()
         return self._buffer(pieces).view(SAFETENSORS_DTYPES[tensor.dtype]).reshape(shape)

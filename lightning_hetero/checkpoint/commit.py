@@ -14,18 +14,19 @@ checkpoint.
 """
 
 import logging
+import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
-from lightning_hetero.checkpoint.lasting import Lasting
 from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.serving import PeerFiles
-from lightning_hetero.checkpoint.snapshot import Snapshot
+from lightning_hetero.checkpoint.snapshot import SavedCheckpoint
 from lightning_hetero.checkpoint.statuses import Peers
 from lightning_hetero.checkpoint.tiers import (
     StoredPart,
@@ -44,6 +45,8 @@ from lightning_hetero.core.errors import CheckpointError
 from lightning_hetero.core.process import Progress
 
 _log = logging.getLogger(__name__)
+_NUM_REASONS = 8
+"""Number of failures that are kept."""
 _Statuses = Sequence[Mapping[str, Any]]
 
 
@@ -57,18 +60,6 @@ class WriterOptions:
     """Seconds without progress after which a checkpoint no longer waits for storage."""
     lasting_within_s: float = 1800.0
     """Seconds after which it is an error that no lasting tier has taken a checkpoint."""
-
-
-@dataclass(frozen=True)
-class SaveTask:
-    """This rank's work for one checkpoint."""
-
-    id: CheckpointId
-    snapshot: Snapshot | None
-    """The copy in host memory; None if storage still reads the memory of an earlier one."""
-    metadata: Mapping[str, bytes]
-    leaving: frozenset[str]
-    uploaded: "Future[bool]" = field(default_factory=Future)
 
 
 class Committer:
@@ -104,11 +95,18 @@ class Committer:
         self._uploads = BackgroundThread("checkpoint-upload")
         self._own = [tier for tier in tiers if tier.kind is not TierKind.REMOTE]
         self._remote = next((tier for tier in tiers if tier.kind is TierKind.REMOTE), None)
-        self._newest: StoredPart | None = None
         self._deferred: tuple[StoredPart, Future[bool]] | None = None
         self._uploading: list[CheckpointId] = []
         self._lost_peer: Exception | None = None
-        self._lasting = Lasting()
+        self._begun: CheckpointId | None = None
+        """The newest checkpoint that was begun."""
+        self._lasting: CheckpointId | None = None
+        """The newest checkpoint of which a lasting tier has all ranks' parts."""
+        self._missing_since_s: float | None = None
+        """Monotonic time since which the newest checkpoint has been missing in lasting tiers. It
+        restarts when an older one arrives there. None if the newest one has arrived."""
+        self._reasons: deque[str] = deque(maxlen=_NUM_REASONS)
+        """The last failures since a lasting tier took a checkpoint."""
         self._whole: CheckpointId | None = None
         """The newest checkpoint whose parts are all in the nodes' own tiers, of any kind: some on
         disks, others in shared memory."""
@@ -122,7 +120,7 @@ class Committer:
         known = self._sound.copy()  # A thread may add to it.
         return {kind.name.lower(): id_.step for kind, id_ in sorted(known.items())}
 
-    def write(self, task: SaveTask) -> None:
+    def write(self, saved: SavedCheckpoint) -> None:
         """Write one checkpoint; communicates.
 
         Raises:
@@ -130,63 +128,65 @@ class Committer:
                 remote tier, if there are no own tiers).
             PeerError: Another rank is gone.
         """
-        self._lasting.begin(task.id)
+        self._begun = saved.id
+        self._missing_since_s = self._missing_since_s or time.monotonic()
         try:
             if self._lost_peer is not None:
-                if task.snapshot is not None:
-                    task.snapshot.release()
+                if saved.snapshot is not None:
+                    saved.snapshot.release()
                 raise self._lost_peer
-            self._write(task)
+            self._write(saved)
         except CheckpointError:
             raise
         except Exception as error:
             self._lost_peer = error
-            self._lasting.note(f"Rank {self._rank}: {error}")
-            self._judge(self._lasting.waited_s)
+            self._note(f"Rank {self._rank}: {error}")
+            self._judge(self._waited_s)
             with suppress(InvalidStateError):  # The other lane may have found the loss, too.
-                task.uploaded.set_exception(error)
+                saved.remote.set_exception(error)
             raise
 
-    def _write(self, task: SaveTask) -> None:
+    def _write(self, saved: SavedCheckpoint) -> None:
         """Write the part, copy it to other nodes, start its upload, confirm the checkpoint."""
         writing, statuses = self._peers.do(
-            partial(self._write_part, task), self._describe, may_fail=True
+            partial(self._write_part, saved), self._describe, may_fail=True
         )
-        self._lasting.note(*_errors_in(statuses))
+        self._note(*_errors_in(statuses))
         has_failed = any("error" in status for status in statuses)
-        part = self._newest = None if has_failed else writing.result()
-        is_copied = part is not None and self._copy_to_peers(part, task.leaving, statuses)
+        part = None if has_failed else writing.result()
+        is_copied = part is not None and self._copy_to_peers(part, saved.leaving, statuses)
         is_whole = is_copied and all(status["written"] for status in statuses)
         if is_whole:
-            self._whole = task.id
+            self._whole = saved.id
+        why = " ".join(self._reasons)
         for kind in () if has_failed else _sound_kinds(statuses):
+            if kind is TierKind.DISK:
+                self._reach(saved.id)
             # Copies go to the last tier.
             if is_copied or kind is not self._own[-1].kind:
-                self._sound[kind] = task.id
-        if self._sound.get(TierKind.DISK) == task.id:
-            self._lasting.reach(task.id)
-        why = " ".join(self._lasting.reasons)
-        self._offer(part, task.uploaded, statuses)
-        tidy = partial(self._tidy, task.id)
-        _, statuses = self._peers.do(tidy, self._waited_status, may_fail=True)
+                self._sound[kind] = saved.id
+        self._offer(part, saved.remote, statuses)
+        tidy = partial(self._tidy, saved.id)
+        waited_s = self._waited_s
+        _, statuses = self._peers.do(tidy, lambda _: {"waited_s": waited_s}, may_fail=True)
         # By the clock of rank 0, so that all ranks judge alike.
         self._judge(statuses[0].get("waited_s", 0.0))
         if not is_whole:
-            error = CheckpointError(f"Not all parts of {task.id} were stored. {why}")
+            error = CheckpointError(f"Not all parts of {saved.id} were stored. {why}")
             if self._rank == 0:
                 _log.warning("%s", error)
             raise error
 
-    def _write_part(self, task: SaveTask, progress: Progress) -> StoredPart:
-        if task.snapshot is None:
-            raise CheckpointError(f"storage hadn't let go of what was saved before {task.id}.")
+    def _write_part(self, saved: SavedCheckpoint, progress: Progress) -> StoredPart:
+        if saved.snapshot is None:
+            raise CheckpointError(f"storage hadn't let go of what was saved before {saved.id}.")
         try:
-            task.snapshot.wait()
-            content = task.snapshot.content
-            return write_part(content, task.metadata, self._own, self._remote, progress)
+            saved.snapshot.wait()
+            content = saved.snapshot.content
+            return write_part(content, saved.metadata, self._own, self._remote, progress)
         finally:
             # A write that hangs uses the memory until it ends.
-            task.snapshot.release()
+            saved.snapshot.release()
 
     def _describe(self, part: StoredPart) -> dict[str, Any]:
         """Return this rank's status, which the other ranks need."""
@@ -226,7 +226,7 @@ class Committer:
 
         _, answers = self._peers.do(pull, lambda errors: {"errors": errors}, may_fail=True)
         errors = _errors_in(answers)
-        self._lasting.note(*(f"Copies: {text}" for text in errors))
+        self._note(*(f"Copies: {text}" for text in errors))
         return not errors
 
     def _tidy(self, newest: CheckpointId, progress: Progress) -> None:
@@ -258,8 +258,22 @@ class Committer:
                 _log.warning("Couldn't tidy up %s: %s", tier, error)
             progress.tick()
 
-    def _waited_status(self, _: None) -> dict[str, Any]:
-        return {"waited_s": self._lasting.waited_s}
+    def _reach(self, checkpoint: CheckpointId) -> None:
+        """Note that a lasting tier has all of a checkpoint's parts."""
+        if self._lasting is None or checkpoint > self._lasting:
+            self._lasting = checkpoint
+            self._missing_since_s = None if checkpoint == self._begun else time.monotonic()
+            self._reasons.clear()
+
+    def _note(self, *reasons: str) -> None:
+        """Note why a part wasn't stored."""
+        self._reasons.extend(text for text in reasons if text not in self._reasons)
+
+    @property
+    def _waited_s(self) -> float:
+        """Seconds for which a checkpoint has been missing in lasting tiers; 0 if none is."""
+        since_s = self._missing_since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
     def _judge(self, waited_s: float) -> None:
         """Set `overdue` if all lasting tiers have failed for too long."""
@@ -268,11 +282,11 @@ class Committer:
 
     def error(self, *more: str) -> CheckpointError:
         """Return the error that says what lasting tiers lack, since when, and why."""
-        since = "at all" if self._lasting.newest is None else f"since {self._lasting.newest}"
-        reasons = " ".join((*self._lasting.reasons, *more))
+        since = "at all" if self._lasting is None else f"since {self._lasting}"
+        reasons = " ".join((*self._reasons, *more))
         return CheckpointError(
-            f"No lasting place, disk or store, has {self._lasting.begun} from all ranks, nor any "
-            f"other checkpoint {since}, for {self._lasting.waited_s:.0f} s. {reasons} Make room or "
+            f"No lasting place, disk or store, has {self._begun} from all ranks, nor any "
+            f"other checkpoint {since}, for {self._waited_s:.0f} s. {reasons} Make room or "
             "mend the connection; if storage is only slow, allow more time (lasting_within)."
         )
 
@@ -305,14 +319,14 @@ class Committer:
             if self._lost_peer is not None:
                 raise self._lost_peer
             self._uploaders.do(partial(self._copy_to_remote, part))
-            self._lasting.reach(id_)
+            self._reach(id_)
             self._sound[TierKind.REMOTE] = id_
             self._uploaders.do(partial(self._confirm_remote, id_), may_fail=True)
         except Exception as error:
             if not isinstance(error, CheckpointError):
                 self._lost_peer = error
             text = f"{id_} wasn't uploaded to {self._remote}: {error}"
-            self._lasting.note(text)
+            self._note(text)
             _log.warning("%s", text)
             self._uploading.remove(id_)
             uploaded.set_exception(error)
@@ -341,14 +355,10 @@ class Committer:
 
     def finish(self) -> bool:
         """Wait for all uploads; return whether a lasting tier has the newest checkpoint."""
-        if self._lasting.begun is None:
-            return True
-        if self._lost_peer is not None:
-            return False
-        self.upload_deferred()
-        self._uploads.submit(self.progress.tick).result()
-        _, statuses = self._peers.do(self._check_again, dict, may_fail=True)
-        return not any("error" in status for status in statuses) and bool(_sound_kinds(statuses))
+        if self._lost_peer is None:
+            self.upload_deferred()
+            self._uploads.submit(self.progress.tick).result()
+        return self._missing_since_s is None
 
     def end(self) -> None:
         """Stop the threads after the work that they have been given; doesn't wait for them."""
@@ -356,23 +366,6 @@ class Committer:
         if self._deferred is not None:
             with suppress(InvalidStateError):  # A rank was lost after it was offered.
                 self._deferred[1].set_result(False)
-
-    def _check_again(self, _: Progress) -> dict[str, Any]:
-        """Return this rank's lasting tiers, and which of them still have its newest part."""
-        tiers = [*self._own, *([] if self._remote is None else [self._remote])]
-        lasting = [tier for tier in tiers if tier.kind is not TierKind.MEMORY]
-        sizes = {} if self._newest is None else self._newest.sizes
-        written = []
-        for tier in lasting if sizes else ():
-            try:
-                files = tier.store.list()
-            except Exception as error:
-                # Stores raise their client library's own types; another tier may have it all.
-                _log.warning("Couldn't look into %s again: %s", tier, error)
-                continue
-            if all(files.get(name) == size for name, size in sizes.items()):
-                written.append(tier.kind)
-        return {"has": [tier.kind for tier in lasting], "written": written}
 
 
 def _errors_in(statuses: _Statuses) -> list[str]:

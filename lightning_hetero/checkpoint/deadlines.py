@@ -89,17 +89,15 @@ class Operations:
     """Runs operations that may hang; one without progress is given up and left to its thread.
 
     A thread that hangs in the kernel can't be ended, and a place may hang for days. To bound the
-    number of such threads, no operation begins while `max_hanging` earlier ones still hang.
+    number of such threads, no operation begins while 8 earlier ones still hang.
     (Operations that run in parallel by then may hang, too, and exceed that number.)
 
     Args:
         stall_s: Seconds without progress after which an operation is given up.
-        max_hanging: Operations that may be given up at a time.
     """
 
-    def __init__(self, stall_s: float, *, max_hanging: int = _MAX_HANGING) -> None:
+    def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
-        self._max_hanging = max_hanging
         self._hanging: set[Future[Any]] = set()
 
     def run(self, operation: Callable[[Progress], _T]) -> _T:
@@ -111,7 +109,7 @@ class Operations:
             TimeoutError: There has been no progress for too long.
             HangingError: Too many operations hang, so this one hasn't begun.
         """
-        if len(self._hanging) >= self._max_hanging:
+        if len(self._hanging) >= _MAX_HANGING:
             raise HangingError(f"{len(self._hanging)} operations hang there already.")
         thread = BackgroundThread("checkpoint-store")
         result = thread.submit(operation, thread.progress)

@@ -40,11 +40,21 @@ _READERS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecoveryReport:
-    """What a recovery has done, for the log line after a restart."""
+class Recovered:
+    """The recovered state of one rank; as text, what was done for it."""
 
     id: CheckpointId
-    """The checkpoint that was taken."""
+    """The checkpoint that it comes from."""
+    world_size: int
+    """Number of ranks that saved it."""
+    plan: ParallelPlan | None
+    """The plan under which it was saved."""
+    slices: tuple[RestoredSlice, ...]
+    """The slices that were asked for, in the same order."""
+    metadata: Mapping[str, Any]
+    """Rank 0's shared metadata."""
+    rank_metadata: Mapping[str, Any] | None
+    """This rank's own state; None if another number of ranks saved the checkpoint."""
     bytes_by_source: Mapping[Source, int]
     """Bytes that this rank got from each kind of source, counted in whole blocks."""
     failures: tuple[str, ...]
@@ -68,25 +78,6 @@ class RecoveryReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovered:
-    """The recovered state of one rank."""
-
-    id: CheckpointId
-    """The checkpoint that it comes from."""
-    world_size: int
-    """Number of ranks that saved it."""
-    plan: ParallelPlan | None
-    """The plan under which it was saved."""
-    slices: tuple[RestoredSlice, ...]
-    """The slices that were asked for, in the same order."""
-    metadata: Mapping[str, Any]
-    """Rank 0's shared metadata."""
-    rank_metadata: Mapping[str, Any] | None
-    """This rank's own state; None if another number of ranks saved the checkpoint."""
-    report: RecoveryReport
-
-
-@dataclass(frozen=True, kw_only=True)
 class Parts:
     """The parts of one state, and how this rank reaches them."""
 
@@ -101,7 +92,7 @@ class Parts:
     reach: Callable[[Location], Readable | None]
     """Returns what to read a location's files from; None if this rank can't reach it."""
     attempt: int
-    """Number of the next attempt, see `RecoveryReport`."""
+    """Number of the next attempt, see `Recovered`."""
 
 
 def take(needs: Sequence[SliceNeed], parts: Parts, peers: Peers) -> Recovered | str:
@@ -172,12 +163,9 @@ class Fetcher:
             slices=slices,
             metadata=metadata,
             rank_metadata=rank_metadata,
-            report=RecoveryReport(
-                id=first.id,
-                bytes_by_source=dict(self._bytes_by_source),
-                failures=tuple(self._failures),
-                attempt=self._parts.attempt,
-            ),
+            bytes_by_source=dict(self._bytes_by_source),
+            failures=tuple(self._failures),
+            attempt=self._parts.attempt,
         )
 
     def _fetch(self, item: FileRange, turn: int) -> bytes:

@@ -133,7 +133,7 @@ class Recovery:
             CheckpointError: As `recover`, or a lasting place can't be written; all ranks raise it.
         """
         if recovered is not None:
-            run, attempt = recovered.id.run, recovered.report.attempt
+            run, attempt = recovered.id.run, recovered.attempt
         else:
             run, attempt = self._peers.gather(new_run())[0], 0
             if not anew:
@@ -166,8 +166,7 @@ class Recovery:
             )
             taken = take(needs, parts, peers)
             if isinstance(taken, Recovered):
-                report = replace(taken.report, skipped=tuple(skipped))
-                return replace(taken, report=report)
+                return replace(taken, skipped=tuple(skipped))
             skipped.append(f"{checkpoint}: {taken} Looked in {self._places}.")
             _log.warning("%s can't be used: %s", checkpoint, taken)
         if skipped:

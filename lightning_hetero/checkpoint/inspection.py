@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from lightning_hetero.checkpoint.content import (
-    RestoredSlice,
     SliceNeed,
     num_rows,
     optimizer_state_dict,
@@ -263,7 +262,9 @@ def _consolidate(recovered: Recovered) -> dict[str, Any]:
     }
     optimizers = checkpoint.get("optimizer_states")
     if optimizers is not None:
-        checkpoint["optimizer_states"] = [_numbered(item, by_name) for item in optimizers]
+        checkpoint["optimizer_states"] = [
+            {**item, **optimizer_state_dict(item["param_groups"], by_name)} for item in optimizers
+        ]
     checkpoint.setdefault("global_step", recovered.id.step)
     checkpoint.setdefault("epoch", 0)
     return checkpoint
@@ -306,15 +307,3 @@ def export_checkpoint(
     except OSError as error:
         raise CheckpointError(f"Can't write {path}: {error}") from error
     return recovered
-
-
-def _numbered(optimizer: Mapping[str, Any], slices: Mapping[str, RestoredSlice]) -> dict[str, Any]:
-    """Return one optimizer's `state_dict` with running numbers in place of names."""
-    groups = optimizer["param_groups"]
-    for name in (name for group in groups for name in group["params"]):
-        if name not in slices:
-            raise CheckpointError(
-                f"The metadata's optimizer_states name the parameter {name!r}, which the "
-                "checkpoint doesn't hold. Export another step."
-            )
-    return {**optimizer, **optimizer_state_dict(groups, slices)}

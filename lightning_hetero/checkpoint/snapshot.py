@@ -9,14 +9,15 @@ Each byte is read once and written once, at the bandwidth of memory or PCIe.
 """
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.deadlines import BackgroundThread
+from lightning_hetero.checkpoint.manifest import CheckpointId
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +44,41 @@ class Snapshot:
     def release(self) -> None:
         """Free the memory for the next snapshot; the copies mustn't be used any more."""
         self._free.release()
+
+
+@dataclass(kw_only=True)
+class SavedCheckpoint:
+    """A checkpoint that is being written; if that fails, each of its waits raises the reason."""
+
+    id: CheckpointId
+    snapshot: Snapshot | None
+    """The copy in host memory; None if storage still reads the memory of an earlier one."""
+    stall_s: float
+    """Seconds for which `save` held up training, including the wait for the checkpoint before."""
+    metadata: Mapping[str, bytes]
+    leaving: Collection[str]
+    local: "Future[None]" = field(default_factory=Future)
+    remote: "Future[bool]" = field(default_factory=Future)
+
+    def wait_for_snapshot(self) -> None:
+        """Wait until the tensors may change; to be called before the next optimizer step."""
+        if self.snapshot is not None:
+            self.snapshot.wait()
+
+    def wait_until_confirmed(self, timeout_s: float | None = None) -> None:
+        """Wait until the parts of all ranks, and their copies, are in the nodes' own tiers.
+
+        Raises:
+            CheckpointError: Some part or copy couldn't be written.
+        """
+        self.local.result(timeout_s)
+
+    def wait_until_uploaded(self, timeout_s: float | None = None) -> bool:
+        """Wait until all ranks' parts are in the remote tier; return False if it was skipped.
+
+        While another upload runs, the part waits for the next save or for `upload_newest`.
+        """
+        return bool(self.remote.result(timeout_s))
 
 
 class HostBuffer:

@@ -23,6 +23,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import Store
 
 from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
@@ -71,7 +72,7 @@ class Peers:
         self.server = FileServer(host)
         self.progress = Progress()
         """Ticks whenever any rank makes progress while this one waits."""
-        self._keys = keys
+        self._keys = keys or HashStore()
         self._prefix = ""
         self._is_over = is_over
         self._round = 0
@@ -111,8 +112,6 @@ class Peers:
             PeerError: A rank is gone, or there has been no progress anywhere for too long.
         """
         self.progress.tick()
-        if self.world_size == 1:
-            return [json.loads(json.dumps(value))]
         self._round += 1
         limit_s = timeout_s or self.timeout_s
         with self._naming() as keys:
@@ -159,9 +158,8 @@ class Peers:
             while not wait([done], timeout=min(0.5, self.timeout_s)).done and not deadline.is_over:
                 if seen != (seen := thread.progress.count):
                     self.progress.tick()
-                    if self.world_size > 1:
-                        with self._naming() as keys:
-                            keys.add(self._name("beats"), 1)
+                    with self._naming() as keys:
+                        keys.add(self._name("beats"), 1)
             own = self._status(done, describe)
             answers = self.gather(own, timeout_s=MARGIN * self.timeout_s)
         finally:
@@ -185,7 +183,6 @@ class Peers:
 
     def _await(self, name: str, count: int, limit_s: float) -> None:
         """Wait until a counter has come to `count`."""
-        assert self._keys is not None
         deadline, beats, pause_s = Deadline(limit_s), -1, 0.001
         look = Deadline(_LOOK_AGAIN_S)
         while self._keys.add(self._name(name), 0) < count:
@@ -214,7 +211,6 @@ class Peers:
 
         Each rank checks the next one, and tells all others through the store.
         """
-        assert self._keys is not None
         following = (self.global_rank + 1) % self.world_size
         key = f"checkpoint/address {following}"
         # Rank 0 is still needed after its own answer: it collects those of all ranks.
@@ -233,7 +229,6 @@ class Peers:
 
     def _value_of(self, rank: int) -> list[Any]:
         """Return a rank's newest value, as [number of its round, value]."""
-        assert self._keys is not None
         key = self._name(f"rank {rank}")
         if not self._keys.check([key]):
             return [0, None]
@@ -245,7 +240,6 @@ class Peers:
 
     @contextmanager
     def _naming(self) -> Iterator[Store]:
-        assert self._keys is not None
         try:
             yield self._keys
         except RuntimeError as error:

@@ -172,12 +172,6 @@ class StoredPart:
     errors: Sequence[str]
     """For each tier that doesn't have the part, the reason."""
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Size of each of its files, by name in a store."""
-        folder = self.manifest.id.folder
-        return {f"{folder}/{entry.name}": entry.size_bytes for entry in self.manifest.files}
-
 
 def write_part(
     content: CheckpointContent,

@@ -20,15 +20,13 @@ remote) has taken any checkpoint for longer than `lasting_within_s`, all ranks r
 import logging
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lightning_hetero.checkpoint.commit import Committer, SaveTask, WriterOptions
+from lightning_hetero.checkpoint.commit import Committer, WriterOptions
 from lightning_hetero.checkpoint.content import CheckpointContent
 from lightning_hetero.checkpoint.deadlines import MARGIN, BackgroundThread
 from lightning_hetero.checkpoint.encoding import metadata_files
-from lightning_hetero.checkpoint.manifest import CheckpointId
-from lightning_hetero.checkpoint.snapshot import HostBuffer, Snapshot
+from lightning_hetero.checkpoint.snapshot import HostBuffer, SavedCheckpoint, Snapshot
 from lightning_hetero.checkpoint.statuses import Peers
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import ConfigurationError, PeerError
@@ -38,39 +36,6 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedCheckpoint:
-    """A checkpoint that is being written; if that fails, each of its waits raises the reason."""
-
-    id: CheckpointId
-    snapshot: Snapshot | None
-    """The copy in host memory; None if storage still reads the memory of an earlier one."""
-    stall_s: float
-    """Seconds for which `save` held up training, including the wait for the checkpoint before."""
-    _local: "Future[None]"
-    _remote: "Future[bool]"
-
-    def wait_for_snapshot(self) -> None:
-        """Wait until the tensors may change; to be called before the next optimizer step."""
-        if self.snapshot is not None:
-            self.snapshot.wait()
-
-    def wait_until_confirmed(self, timeout_s: float | None = None) -> None:
-        """Wait until the parts of all ranks, and their copies, are in the nodes' own tiers.
-
-        Raises:
-            CheckpointError: Some part or copy couldn't be written.
-        """
-        self._local.result(timeout_s)
-
-    def wait_until_uploaded(self, timeout_s: float | None = None) -> bool:
-        """Wait until all ranks' parts are in the remote tier; return False if it was skipped.
-
-        While another upload runs, the part waits for the next save or for `upload_newest`.
-        """
-        return bool(self._remote.result(timeout_s))
 
 
 class CheckpointWriter:
@@ -131,15 +96,15 @@ class CheckpointWriter:
         start_s = time.perf_counter()
         metadata = metadata_files(content)
         snapshot = self._take(content)
-        task = SaveTask(content.id, snapshot, metadata, frozenset(leaving))
-        self._last = self._thread.submit(self._committer.write, task)
-        return SavedCheckpoint(
+        saved = SavedCheckpoint(
             id=content.id,
             snapshot=snapshot,
             stall_s=time.perf_counter() - start_s,
-            _local=self._last,
-            _remote=task.uploaded,
+            metadata=metadata,
+            leaving=leaving,
         )
+        saved.local = self._last = self._thread.submit(self._committer.write, saved)
+        return saved
 
     @property
     def complete_steps(self) -> dict[str, int]:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "example:\n"
         "  $ lightning-hetero stragglers explain operations/ --json shares.json\n"
-        "  1.97 × slower than possible (46.65 s a step where 23.63 s are possible); 0.96 of the\n"
+        "  1.97 × slower than possible (46.65 s a step where 23.62 s are possible); 0.96 of the\n"
         "  excess is rank 0, 2.32 × slower than comparable ones: replace its device or give it\n"
         "  less work.\n\n"
         "Columns of a trace: step, rank, dp_rank, stage, optype, start_ts, duration, mb_id, and\n"
@@ -59,7 +59,12 @@ def run_explain(arguments: argparse.Namespace) -> int:
         layout_path = path / "layout.yaml"
     layout = Layout()
     if layout_path is not None:
-        layout = load_file(layout_path, "layout", ConfigurationError, _parse_layout)
+        layout = load_file(
+            layout_path,
+            "layout",
+            ConfigurationError,
+            lambda text: Layout.from_dict(parse_yaml(text, "layout", ConfigurationError)),
+        )
     found = explain(trace)
     if trace.unit_s < 1.0:
         print(f"Times are read in units of {trace.unit_s:g} s: in seconds forwards would be long.")
@@ -82,7 +87,3 @@ def run_explain(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigurationError(f"Can't write {json_path}: {error}") from error
     return 0
-
-
-def _parse_layout(text: str) -> Layout:
-    return Layout.from_dict(parse_yaml(text, "layout", ConfigurationError))

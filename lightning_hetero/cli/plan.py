@@ -2,9 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -49,20 +49,8 @@ _NUM_CANDIDATES = 16
 """Plans of which the best one under the schedule is taken."""
 _MOST_ACTIONS = 1_000_000
 """Most forward and backward passes of a plan that is simulated for comparison."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Baseline:
-    """A usual plan and its predicted iteration time."""
-
-    name: str
-    """Its kind, in words."""
-    iteration_time_s: float | None
-    """Its predicted iteration; None if it doesn't fit."""
-
-    def __str__(self) -> str:
-        time_s = self.iteration_time_s
-        return f"{self.name}: {'does not fit' if time_s is None else f'{time_s:.4g} s'}"
+_Baselines = Mapping[str, float | None]
+"""Predicted iteration of usual plans, by their kinds in words; None if they don't fit."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -146,7 +134,7 @@ def _plan(
 def _as_json(
     result: PlanningResult,
     cost: CostModel,
-    baselines: Sequence[_Baseline],
+    baselines: _Baselines,
     arguments: argparse.Namespace,
 ) -> dict[str, Any]:
     num_tokens = result.workload.num_tokens
@@ -161,7 +149,9 @@ def _as_json(
         "gap": result.gap,
         "num_layouts": result.num_estimated,
         "num_simulated": result.num_simulated,
-        "baselines": [asdict(baseline) for baseline in baselines],
+        "baselines": [
+            {"name": name, "iteration_time_s": time_s} for name, time_s in baselines.items()
+        ],
     }
 
 
@@ -177,7 +167,7 @@ def _progress() -> Iterator[ProgressCallback]:
         yield lambda what, share: bar.update(task, description=what, completed=share)
 
 
-def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[_Baseline]) -> list[str]:
+def _summary(result: PlanningResult, cost: CostModel, baselines: _Baselines) -> list[str]:
     best = result.best
     lines = [
         *prediction_lines(best.simulation, result.workload.num_tokens),
@@ -200,12 +190,15 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: Sequence[_Basel
     return lines
 
 
-def _compared_line(time_s: float, baselines: Sequence[_Baseline]) -> str:
+def _compared_line(time_s: float, baselines: _Baselines) -> str:
     """Return the line with the baselines' times, and this plan's speed-up over the best of them."""
-    others = [b.iteration_time_s for b in baselines if b.iteration_time_s is not None]
-    ratio = f", {min(others) / time_s:.2f}×" if others else ""
-    texts = [*map(str, baselines), f"this plan: {time_s:.4g} s{ratio}"]
-    return "compared with   " + "; ".join(texts)
+    others = {name: seconds for name, seconds in baselines.items() if seconds is not None}
+    texts = [
+        f"{name}: {f'{others[name]:.4g} s' if name in others else 'does not fit'}"
+        for name in baselines
+    ]
+    ratio = f", {min(others.values()) / time_s:.2f}×" if others else ""
+    return "compared with   " + "; ".join([*texts, f"this plan: {time_s:.4g} s{ratio}"])
 
 
 def _bound_line(result: PlanningResult) -> str:
@@ -235,9 +228,7 @@ def _write(arguments: argparse.Namespace, result: PlanningResult, cost: CostMode
         draw_plan(arguments.plot, found, cost, scheduled.simulation)
 
 
-def _find_baselines(
-    cost: CostModel, workload: Workload, tp_degrees: tuple[int, ...]
-) -> list[_Baseline]:
+def _find_baselines(cost: CostModel, workload: Workload, tp_degrees: tuple[int, ...]) -> _Baselines:
     """Return plain data parallelism and the best equal pipelines, as far as they can be predicted.
 
     Plain data parallelism keeps the whole model and its optimizer states on every device. Equal
@@ -251,10 +242,7 @@ def _find_baselines(
         for num_stages in range(1, cost.model.num_layers + 1)
         if num_ranks % (num_stages * degree) == 0
     ]
-    return [
-        _Baseline(name="plain data parallel", iteration_time_s=plain),
-        _Baseline(name="equal pipelines", iteration_time_s=_best(equal, cost, workload)),
-    ]
+    return {"plain data parallel": plain, "equal pipelines": _best(equal, cost, workload)}
 
 
 def _even(cost: CostModel, num_stages: int, tp_degree: int) -> ParallelPlan | None:

@@ -9,7 +9,6 @@ import argparse
 import dataclasses
 import os
 import socket
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_hetero.cli.arguments import add_model_argument, check_folder_of, model_of
-from lightning_hetero.core.devices import DeviceSpec, canonical_name
+from lightning_hetero.core.devices import canonical_name
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.profile import LinkTimes, Profile
 from lightning_hetero.runtime.setup.detect import describe_device
@@ -27,14 +26,7 @@ from lightning_hetero.straggler.probe import probe_links
 
 _SMALL_BYTES = 1024
 _LARGE_BYTES = 8 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasuredLinks:
-    """Measured links; None for a kind of link that no two ranks have."""
-
-    inside_node: LinkTimes | None = None
-    between_nodes: LinkTimes | None = None
+_INSIDE, _BETWEEN = "inside the node", "between nodes"
 
 
 def measure_links(
@@ -43,8 +35,10 @@ def measure_links(
     node: str | None = None,
     num_bytes: tuple[int, int] = (_SMALL_BYTES, _LARGE_BYTES),
     repeats: int = 5,
-) -> MeasuredLinks:
+) -> dict[str, LinkTimes]:
     """Measure messages; collective over all ranks of the default process group.
+
+    Returns the links "inside the node" and "between nodes", as far as two ranks have one.
 
     Args:
         device: Where this rank's messages are stored.
@@ -55,22 +49,20 @@ def measure_links(
     own = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
     nodes: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(nodes, node or own)
-    inside, between = _first_pair(nodes, same=True), _first_pair(nodes, same=False)
-    rounds = [[pair] for pair in (inside, between) if pair is not None]
+    found = {where: _first_pair(nodes, same=where == _INSIDE) for where in (_INSIDE, _BETWEEN)}
+    pairs = {where: pair for where, pair in found.items() if pair is not None}
+    rounds = [[pair] for pair in pairs.values()]
     small, large = (
         probe_links(rounds, device, num_bytes=size, repeats=repeats) for size in num_bytes
     )
-
-    def times(pair: Pair | None) -> LinkTimes | None:
-        if pair is None:
-            return None
+    links = {}
+    for where, pair in pairs.items():
         # Because of noise a large message may seem as quick as a small one.
         longer_s = max(large[pair] - small[pair], 0.01 * large[pair])
-        return LinkTimes(
+        links[where] = LinkTimes(
             bytes_per_s=2 * (num_bytes[1] - num_bytes[0]) / longer_s, latency_s=small[pair] / 2
         )
-
-    return MeasuredLinks(inside_node=times(inside), between_nodes=times(between))
+    return links
 
 
 def _first_pair(nodes: list[str], *, same: bool) -> Pair | None:
@@ -149,16 +141,16 @@ def run_profile(arguments: argparse.Namespace) -> int:
             report=lambda line: status.update(f"measuring {line}"),
         )
     measured = dataclasses.replace(
-        profile.devices[0], spec=_spec(spec, name), inside_node=links.inside_node
+        profile.devices[0],
+        # The table of known devices has its own facts.
+        spec=dataclasses.replace(spec, name=name) if canonical_name(name) is None else None,
+        inside_node=links.get(_INSIDE),
     )
-    profile = dataclasses.replace(profile, devices=(measured,), between_nodes=links.between_nodes)
+    profile = dataclasses.replace(profile, devices=(measured,), between_nodes=links.get(_BETWEEN))
     console.print(_as_table(profile))
-    for where, times in (
-        ("inside the node", links.inside_node),
-        ("between nodes", links.between_nodes),
-    ):
-        if times is not None:
-            console.print(f"messages {where}: {_speed(times)}", highlight=False)
+    for where, times in links.items():
+        speed = f"{times.bytes_per_s / 1e9:.3g} GB/s after {times.latency_s * 1e6:.0f} µs"
+        console.print(f"messages {where}: {speed}", highlight=False)
     (profile if merged_with is None else merged_with.merge(profile)).save(arguments.output)
     console.print(f"written to {arguments.output}", highlight=False)
     return 0
@@ -177,24 +169,15 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _measure_links(device: torch.device) -> tuple[MeasuredLinks, bool]:
+def _measure_links(device: torch.device) -> tuple[dict[str, LinkTimes], bool]:
     """Measure messages among torchrun's ranks; return the links, and if this rank goes on."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return MeasuredLinks(), True
+        return {}, True
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         return measure_links(device), dist.get_rank() == 0
     finally:
         dist.destroy_process_group()
-
-
-def _speed(times: LinkTimes) -> str:
-    return f"{times.bytes_per_s / 1e9:.3g} GB/s after {times.latency_s * 1e6:.0f} µs"
-
-
-def _spec(spec: DeviceSpec, name: str) -> DeviceSpec | None:
-    """Return a device's facts for planners besides times; None if the table of devices has them."""
-    return None if canonical_name(name) is not None else dataclasses.replace(spec, name=name)
 
 
 def _as_table(profile: Profile) -> Table:

@@ -28,7 +28,7 @@ from lightning_hetero.core.process import AnsweringProcess
 _log = logging.getLogger(__name__)
 _PATIENCE_S = 30.0
 """Seconds that a rank waits for the planning process before it plans an iteration itself."""
-_PAUSE_S = 5e-3
+_PAUSE_S = 0.02
 
 
 class AssignmentStore:

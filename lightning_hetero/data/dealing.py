@@ -112,16 +112,11 @@ def _refuse_rank_sampler(sampler: object) -> None:
 
 def _with_batch_sampler(dataloader: DataLoader[Any], sampler: Any) -> DataLoader[Any]:
     """Return a loader with another batch sampler, of the same class (stateful if it is torch's)."""
-    options: dict[str, Any] = {
-        "num_workers": dataloader.num_workers,
-        "pin_memory": dataloader.pin_memory,
-        "timeout": dataloader.timeout,
-        "worker_init_fn": dataloader.worker_init_fn,
-        "multiprocessing_context": dataloader.multiprocessing_context,
-        "generator": dataloader.generator,
-        "prefetch_factor": dataloader.prefetch_factor,
-        "persistent_workers": dataloader.persistent_workers,
-    }
+    names = (
+        *("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+        *("generator", "prefetch_factor", "persistent_workers"),
+    )
+    options: dict[str, Any] = {name: getattr(dataloader, name) for name in names}
     collate = _CollateOrEmpty(dataloader.collate_fn)
     # A stateful loader can be resumed inside an epoch.
     kind = StatefulDataLoader if type(dataloader) is DataLoader else type(dataloader)

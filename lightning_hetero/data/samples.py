@@ -165,13 +165,8 @@ def cached_lengths(dataset: Any) -> IntArray:
     lengths = np.array([num_tokens(dataset[i]) for i in range(len(dataset))], dtype=np.int64)
     # If the folder can't be written, the next run reads the samples again.
     with contextlib.suppress(OSError):
-        write_whole(path, lambda file: _save(file, lengths))
+        write_whole(path, lambda file: np.save(file, lengths))
     return lengths
-
-
-def _save(path: Path, lengths: IntArray) -> None:
-    with path.open("wb") as file:  # Given a name, NumPy would append ".npy" to it.
-        np.save(file, lengths)
 
 
 def lengths_file(dataset: Any) -> Path:

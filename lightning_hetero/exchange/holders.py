@@ -81,11 +81,7 @@ class PlanHolders:
         return self._plan.num_layers
 
     def of(self, spec: ParameterSpec) -> Holders:
-        """Return a parameter's holders: the same object for all parameters with equal ones.
-
-        Raises:
-            ModelError: The TP degree doesn't divide the parameter.
-        """
+        """Return a parameter's holders: the same object for all parameters with equal ones."""
         is_known = spec.layer is None or 0 <= spec.layer < self._plan.num_layers
         segment = None if spec.layer is None else bisect(self._cuts, spec.layer)
         key = segment if is_known else -1, spec.roles if spec.layer is None else (), spec.cut

@@ -35,11 +35,6 @@ class SentPiece:
         """The queue in which the piece travels."""
         return self.sender, self.receiver, self.channel
 
-    @property
-    def is_local(self) -> bool:
-        """Whether the piece stays on its rank, which runs both stages."""
-        return self.sender == self.receiver
-
     def bounds(self, num_bytes: int) -> tuple[int, int]:
         """Return the piece's bytes [first, last + 1); last pieces may be shorter or empty."""
         if self.count == 1:
@@ -104,7 +99,8 @@ def stage_edges(plan: ParallelPlan) -> tuple[Edge, ...]:
         way for pipeline in plan.pipelines for both in _pieces_between(pipeline) for way in both
     )
     pieces = (piece for way in ways for piece in way)
-    return tuple(dict.fromkeys(piece.edge for piece in pieces if not piece.is_local))
+    # Pieces between two stages of one rank stay there.
+    return tuple(dict.fromkeys(i.edge for i in pieces if i.sender != i.receiver))
 
 
 _Pieces = tuple[SentPiece, ...]

@@ -85,23 +85,12 @@ def _claims_of(holdings: Sequence[Holding]) -> list[tuple[int, float]]:
 def find_standbys(
     nodes: Sequence[Hashable], kinds: Sequence[Hashable] | None = None
 ) -> tuple[int, ...]:
-    """Return the standby of each rank, on another node if there is one.
+    """Return the standby of each rank, on another node if there is one; empty for a single rank.
 
-    Ranks with the same kind of device are standbys for each other if they are on several nodes,
-    since they have the same memory and round in the same way. All other ranks are standbys for each
-    other, too, or, if they are all on one node, ranks of other nodes are their standbys in turn.
-    See `_half_a_row_away`.
-
-    ::
-
-        find_standbys(["a", "a", "b", "b"])  # (2, 3, 0, 1)
-
-    Args:
-        nodes: The node of each global rank.
-        kinds: The kind of its device; None if all are of one kind.
-
-    Returns:
-        Standbys by global rank; empty for a single rank.
+    `find_standbys(["a", "a", "b", "b"])` is (2, 3, 0, 1). Ranks with the same kind of device are
+    standbys for each other if they are on several nodes, since they have the same memory and round
+    in the same way. All other ranks are standbys for each other, too, or, if they are all on one
+    node, ranks of other nodes are their standbys in turn.
     """
     num_ranks = len(nodes)
     if num_ranks < 2:

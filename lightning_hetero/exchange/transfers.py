@@ -6,20 +6,15 @@ Example: rank 0 owns rows 0 to 4 of a weight of 10 rows, rank 1 the others, and 
 In a pull rank 0 sends rows 0 to 4 to rank 1 and gets rows 5 to 9; in a push it sends its gradient
 of rows 5 to 9 to rank 1, gets rank 1's of rows 0 to 4, and adds these to its own.
 
-All pieces of one *unit* (a layer, or the parameters before or after the layers) travel together, in
-one of two ways. By messages, a rank sends one message to each peer: if the owners of each layer are
-among its holders, with D pipelines and k layers in a stage, these are about k·(D-1) messages and
-one stage's worth of bytes in each direction. By collectives, a `ShardGroup` uses one collective for
-each unit, k in all. Consecutive small layers with the same holders are merged into one unit, as in
-DDP's buckets, since a message takes as long to start as many kilobytes take to travel. With
-redundancy a push goes to both the owner and the standby of each slice, and a pull comes from one of
-them.
+All pieces of one *unit* (a layer, or the parameters before or after the layers) travel together: in
+one message to each peer, or in one collective of each `ShardGroup`. Consecutive small layers with
+the same holders are merged into one unit, as in DDP's buckets. With redundancy a push goes to both
+the owner and the standby of each slice, and a pull comes from one of them.
 
 Units whose parameters have the same owners, holders and row sizes are of one `UnitKind`, and the
-table is computed once per kind: the 80 layers of 1,024 equal pipelines are of one kind. Units have
-no shard groups if owners aren't the holders (`Ownership.EVEN`), if TP degrees differ, if blocks are
-sharded one by one, or if each owner has whole parameters. Then a rank exchanges rows with every
-rank that keeps or holds any of them, and the table grows with the number of these ranks.
+table is computed once per kind. Units have no shard groups if owners aren't the holders
+(`Ownership.EVEN`), if TP degrees differ, if blocks are sharded one by one, or if each owner has
+whole parameters. Then a rank exchanges rows with every rank that keeps or holds any of them.
 """
 
 from collections import Counter, defaultdict

@@ -30,8 +30,8 @@ The mixes of columns are then placed on nodes (`placement`), micro-batches are d
 recomputation and owners are decided (`memory`, `hosts`), and the simulator times the plan
 (`judge`). A local search improves the best plans (`improve`) by changing a layer, a micro-batch, a
 device or a degree, or by swapping two places. The plan that is running, `plan(start=...)`, is among
-those that are judged, so no worse plan is returned. `bound` solves a master without links and
-exchange to optimality, which gives a time that no plan can beat.
+those that are judged, so no worse plan is returned. `bound` solves a master without memory, links
+and exchange to optimality, which gives a time that no plan can beat.
 
 Read in this order: `workload`, `stages`, `columns`, `pricing`, `splitting`, `master`, `placement`,
 `pace`, `memory`, `judge`, `neighbourhood`, `improve`, `fastest`, `bound`, `search`. `proposing`

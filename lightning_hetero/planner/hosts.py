@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner.memory import own_microbatches
 from lightning_hetero.planner.result import PlannedCandidate, PlanningResult
-from lightning_hetero.simulator import CostModel, MicroBatchShape, Simulation, simulate
+from lightning_hetero.simulator import CostModel, simulate
 
 _USABLE = 0.9
 """Share of a host's memory that states may take; the system and the data need the rest."""
@@ -47,40 +46,23 @@ def candidates_on_hosts(found: PlanningResult, cost: CostModel) -> tuple[Planned
     candidates: list[PlannedCandidate] = []
     failures: list[PlanningError] = []
     for item in found.candidates:
+        plan, batches = item.plan, own_microbatches(item.plan, found.workload.microbatch)
+        owners = {
+            rank
+            for pipeline, stage in simulate(plan, cost, batches).lacking_bytes
+            for rank in plan.pipelines[pipeline].stages[stage].ranks
+        }
+        plan = replace(plan, host_owners=tuple(sorted(owners)))
+        simulation = simulate(plan, cost, batches)
         try:
-            pair = with_host_owners(item.plan, cost, found.workload.microbatch)
+            check_hosts(simulation.host_bytes, cost)
         except PlanningError as error:
             failures.append(error)
         else:
-            candidates.append(replace(item, plan=pair[0], simulation=pair[1]))
+            candidates.append(replace(item, plan=plan, simulation=simulation))
     if not candidates:
         raise failures[0]
     return tuple(sorted(candidates, key=lambda item: item.score(found.objective)))
-
-
-def with_host_owners(
-    plan: ParallelPlan, cost: CostModel, microbatch: MicroBatchShape
-) -> tuple[ParallelPlan, Simulation]:
-    """Return the plan in which ranks without room keep states on hosts, and its simulation.
-
-    Args:
-        plan: A plan that fits if no states are on devices, with numbers of micro-batches.
-        cost: Costs with states on devices.
-        microbatch: Tokens of each sequence of micro-batches for which the plan names no size.
-
-    Raises:
-        PlanningError: A host has too little memory.
-    """
-    batches = own_microbatches(plan, microbatch)
-    owners = {
-        rank
-        for pipeline, stage in simulate(plan, cost, batches).lacking_bytes
-        for rank in plan.pipelines[pipeline].stages[stage].ranks
-    }
-    found = replace(plan, host_owners=tuple(sorted(owners)))
-    simulation = simulate(found, cost, batches)
-    check_hosts(simulation.host_bytes, cost)
-    return found, simulation
 
 
 def check_hosts(host_bytes: Sequence[float], cost: CostModel) -> None:

@@ -28,7 +28,7 @@ _Solver: Any = highspy.Highs.__base__
 
 @dataclass(frozen=True, kw_only=True)
 class Solution:
-    """What the solver returned: the best solution, its dual prices, and a bound."""
+    """What the solver returned: the best solution and its dual prices."""
 
     values: FloatArray
     """Values of the variables in the best solution; empty if the solver found none."""
@@ -37,8 +37,6 @@ class Solution:
 meaningless if there are integral variables."""
     objective: float
     """The objective's value in that solution; infinite if there is none."""
-    lower_bound: float
-    """No solution has a smaller objective; infinite if the programme has no solution."""
 
     @property
     def integers(self) -> IntArray:
@@ -50,7 +48,7 @@ class LinearProgram:
     """A linear or mixed-integer programme to minimise, built row by row.
 
     Rows may be added after a solve; the next solve then starts from the solution before it. A
-    programme has the same solution on every machine, unless a time limit ends its search.
+    programme has the same solution on every machine.
     """
 
     def __init__(self) -> None:
@@ -99,26 +97,15 @@ class LinearProgram:
         kept = values != 0
         self._rows.append((indices[kept], values[kept], lower, upper))
 
-    def minimize(
-        self,
-        *,
-        time_limit_s: float = np.inf,
-        max_nodes: int | None = None,
-        gap: float = _PROVEN_GAP,
-        enough: float = -np.inf,
-    ) -> Solution:
+    def minimize(self, *, max_nodes: int | None = None, gap: float = _PROVEN_GAP) -> Solution:
         """Solve until the optimum is proven or a limit is met.
 
         Args:
-            time_limit_s: Seconds; the solution may then depend on the machine's speed.
             max_nodes: Most nodes of the branch-and-bound search; None sets no limit.
             gap: Relative distance from the bound that counts as proven, if integral.
-            enough: Objective at which the search may end, if integral.
         """
         self._flush_rows()
-        self._solver.setOptionValue("time_limit", max(time_limit_s, 0.01))
         self._solver.setOptionValue("mip_rel_gap", gap)
-        self._solver.setOptionValue("objective_target", enough)
         if not self._is_integral and self._solver.getNumCol() <= _FEW_VARIABLES:
             self._solver.setOptionValue("presolve", "off")
         if max_nodes is not None:
@@ -147,20 +134,13 @@ class LinearProgram:
         self._rows.clear()
 
     def _solution(self) -> Solution:
-        nothing, status = np.zeros(0), self._solver.getModelStatus()
-        if status == highspy.HighsModelStatus.kInfeasible:
-            return Solution(values=nothing, row_duals=nothing, objective=np.inf, lower_bound=np.inf)
-        info = self._solver.getInfo()
-        objective = float(info.objective_function_value)
-        bound = objective if status == highspy.HighsModelStatus.kOptimal else -np.inf
-        if self._is_integral:
-            bound = float(info.mip_dual_bound)
-        if info.primal_solution_status != highspy.kSolutionStatusFeasible:
-            return Solution(values=nothing, row_duals=nothing, objective=np.inf, lower_bound=bound)
+        info, feasible = self._solver.getInfo(), highspy.kSolutionStatusFeasible
+        is_infeasible = self._solver.getModelStatus() == highspy.HighsModelStatus.kInfeasible
+        if is_infeasible or info.primal_solution_status != feasible:
+            return Solution(values=np.zeros(0), row_duals=np.zeros(0), objective=np.inf)
         found = self._solver.getSolution()
         return Solution(
             values=np.array(found.col_value),
             row_duals=np.array(found.row_dual),
-            objective=objective,
-            lower_bound=bound,
+            objective=float(info.objective_function_value),
         )

@@ -126,18 +126,12 @@ def rank_scheduled(
 
 def _recomputing(plan: ParallelPlan) -> ParallelPlan:
     """Return the plan with all layers recomputed, so that stages hold more micro-batches."""
-    pipelines = []
-    for pipeline in plan.pipelines:
-        stages = tuple(
-            replace(
-                stage,
-                recomputed_layers=len(stage.layers),
-                selective_layers=None,
-                activation_budget_bytes=None,
-            )
-            for stage in pipeline.stages
-        )
-        pipelines.append(replace(pipeline, stages=stages))
+
+    def all_of(stage: StagePlan) -> StagePlan:
+        whole = replace(stage, selective_layers=None, activation_budget_bytes=None)
+        return replace(whole, recomputed_layers=len(stage.layers))
+
+    pipelines = [replace(p, stages=tuple(map(all_of, p.stages))) for p in plan.pipelines]
     return replace(plan, pipelines=tuple(pipelines))
 
 

@@ -171,9 +171,11 @@ class _Search:
             key=lambda item: (item.score(objective), item.simulation.iteration_time_s),
         )
         prices = [price for stages in every if (price := bound_price(stages)) is not None]
-        workload = self._workload_of(ranked[0].plan)
-        if workload != task.workload:
-            usual = task.workload.sequences_per_microbatch
+        workload, usual = task.workload, task.workload.sequences_per_microbatch
+        sizes = {p.microbatch_size or usual for p in ranked[0].plan.pipelines}
+        if len(sizes) == 1 and usual not in sizes:
+            # The best plan's size becomes the usual one, so the others name theirs.
+            workload = replace(workload, sequences_per_microbatch=min(sizes))
             ranked = [replace(item, plan=_with_sizes(item.plan, usual)) for item in ranked]
         result = PlanningResult(
             candidates=tuple(ranked),
@@ -188,14 +190,6 @@ class _Search:
         )
         task.progress("Done", 1.0)
         return result
-
-    def _workload_of(self, best: ParallelPlan) -> Workload:
-        """Return the workload, with the size of micro-batches that all of a plan's have."""
-        usual = self.task.workload.sequences_per_microbatch
-        size, *others = {pipeline.microbatch_size or usual for pipeline in best.pipelines}
-        if others:
-            return self.task.workload
-        return replace(self.task.workload, sequences_per_microbatch=size)
 
     def _running(self, start: ParallelPlan) -> dict[ParallelPlan, PlannedCandidate]:
         """Return the plan that runs, as it is, if it fits this cluster, model and iteration."""

@@ -1,13 +1,10 @@
 """Measure for how long one rank computes and for how long it waits, action by action.
 
-A stage's iteration is a list of forwards and backwards. Inside and between them the rank waits for
-other ranks: for activations and their gradients, for weights, until gradients have left, for the
-agreement. A straggler detector needs the time without these waits (Greyhound §4), and so does the
-comparison of a plan with its prediction. On a CPU, reading a clock costs about a microsecond per
-action. On CUDA, events are recorded on the stream and read one iteration later, when the device has
-passed them long ago, so that no host waits for its device.
-
-Waits for messages are also recorded by peer: the search for a slow link starts from them.
+Inside and between its actions a rank waits for other ranks: for activations and their gradients,
+for weights, until gradients have left, for the agreement. A straggler detector needs the time
+without these waits (Greyhound §4), and so does the comparison of a plan with its prediction. On
+CUDA, events are recorded on the stream and read one iteration later, so that no host waits for its
+device. Waits for messages are also recorded by peer: the search for a slow link starts from them.
 
 `lightning_hetero.testing.EmulatedClock` replaces this clock to emulate a slower device or link. It
 overrides the methods that begin and end sections, and two methods that do nothing here.

@@ -144,9 +144,6 @@ def check_known(value: Any, user: str) -> None:
     Args:
         value: Any value; its leaves are those of torch's pytrees.
         user: Beginning of the error message, such as "Layer 3 takes".
-
-    Raises:
-        ModelError: It names the origin of the first unknown tensor.
     """
     for leaf in tree_leaves(value) if type(value) is not Tensor else ():
         if isinstance(leaf, Unknown):

@@ -365,19 +365,11 @@ class _Arrivals:
         if kind == FORWARD and stage + 1 == self._problem.num_stages:
             self.arrives_s[INPUT][stage][microbatch] = end
             return
-        edge, target = _next_stop(self._problem, kind, stage)
-        if edge is not None:
-            link_s = self._link_s[kind]
+        target = stage + 1 if kind == FORWARD else stage - 1
+        if kind != WEIGHT and target >= 0:
+            edges = self._problem.forward_edges, self._problem.backward_edges
+            edge, link_s = edges[kind][min(stage, target)], self._link_s[kind]
             link_s[stage] = max(link_s[stage], end) + edge.transfer_s
             landed = link_s[stage] + edge.latency_s
             self.arrives_s[kind][target][microbatch] = landed
             self.last = landed, target
-
-
-def _next_stop(problem: ScheduleProblem, kind: int, stage: int) -> tuple[Edge | None, int]:
-    """Return the link and the stage to which a pass sends; no link if it sends nothing."""
-    if kind == FORWARD and stage + 1 < problem.num_stages:
-        return problem.forward_edges[stage], stage + 1
-    if kind == INPUT and stage:
-        return problem.backward_edges[stage - 1], stage - 1
-    return None, stage

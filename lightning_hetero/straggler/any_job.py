@@ -22,7 +22,6 @@ import io
 import math
 import pickle
 import zlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -236,12 +235,9 @@ def _starts(codes: IntArray, lag: int) -> list[int]:
     Without such a category every `lag`-th operation is a start.
     """
     num_iterations = len(codes) / lag
-    once = [
-        int(np.flatnonzero(codes == kind)[0])
-        for kind, count in Counter(codes.tolist()).items()
-        if abs(count - num_iterations) <= 0.1 * num_iterations
-    ]
-    if once:
+    _, first, counts = np.unique(codes, return_index=True, return_counts=True)
+    once = first[np.abs(counts - num_iterations) <= 0.1 * num_iterations]
+    if len(once):
         # Of the categories that occur once, the one that comes first.
-        return np.flatnonzero(codes == codes[min(once)]).tolist()
+        return np.flatnonzero(codes == codes[once.min()]).tolist()
     return list(range(len(codes) % lag, len(codes), lag))

@@ -26,6 +26,7 @@ from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.planner.pace import Pace, balance_layers, deal
 from lightning_hetero.simulator.propagate import EqualTimes, propagate
 from lightning_hetero.straggler.events import Finding, FindingKind, normalise_pair
+from lightning_hetero.straggler.paces import Observation
 
 _LEAST_EXCESS = 0.05
 """Least growth of an iteration, as a share of it, that counts as a slowdown."""
@@ -33,16 +34,6 @@ _LEAST_SHARE = 0.1
 """Least share of a slowdown that something must explain to count as its cause."""
 _Shape = tuple[int, int, bool, bool]
 """Ranks and layers of a stage, and whether it is the first and the last of its pipeline."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlaceTimes:
-    """Times of a micro-batch in one place of the plan, on the rank that has that place."""
-
-    forward_s: float
-    backward_s: float
-    work: float = 1.0
-    """Work of a micro-batch, in any unit that is the same in all places."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +45,8 @@ class MeasuredRun:
     counts: tuple[int, ...]
     """Micro-batches of each pipeline."""
     iteration_s: float
-    places: Mapping[int, PlaceTimes]
-    """By global rank, for ranks that compute."""
+    places: Mapping[int, Observation]
+    """By global rank, for ranks that compute: times and work of a micro-batch in its place."""
     probe_s: Mapping[int, float]
     """Seconds of the matmul probe of each rank's device; empty if all devices count as equal."""
     link_s_per_byte: float

@@ -35,6 +35,8 @@ _COINCIDE = 0.2
 """Operations end together if their ends' spread is below this share of their starts' spread."""
 _MOST_EARLY = 0.05
 """So large a share of a step may clocks differ, as far as messages show it."""
+_AS_WELL = 4.0
+"""Ends of more ranks coincide as well as those of fewer if they spread up to so many times more."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,11 @@ class Replay:
     """A trace as a graph, with each operation's own time and the gap before it."""
 
     trace: OperationTrace
+    """The trace, with the barriers that it lacks."""
     graph: OperationGraph
     own_s: FloatArray
-    """Times without waiting for peers; those of barriers follow those of the trace's operations."""
+    """Times without waiting for peers."""
     gap_s: FloatArray
-    step: IntArray
-    """The step of each operation and barrier."""
-    kind: IntArray
-    """The kind of each operation; behind the trace's kinds, one for the barriers of each."""
-    barriers: IntArray
-    """The operation behind each barrier."""
     only_waits: IntArray
     """Receives that only wait for a send: the link's time is the send's."""
 
@@ -65,13 +62,17 @@ class Replay:
         ended_s = trace.end_s - _ROUNDING_S
         ended_s -= np.minimum(_MOST_OVERLAP_S, _OVERLAP * (trace.end_s - trace.start_s))
         group, sent = _pair_transfers(trace)
+        batch = _batches(trace)
         before, computed = _earlier_on_rank(trace, ended_s)
-        waits_for = np.stack([before, computed, _received(trace, ended_s), sent], axis=1)
+        waits_for = np.stack(
+            [*_of_batch(batch, before), computed, _received(trace, ended_s), sent], axis=1
+        )
         _join_collectives(trace, group)
         step_start = _extremes(trace.start_s, trace.step)[0]
         start, end = (times - step_start[trace.step] for times in (trace.start_s, trace.end_s))
         # A receive that only waits effectively begins when the send has ended.
         start = np.minimum(np.maximum(start, np.r_[end, 0.0][sent]), end)
+        end = _ends_of_pairs(trace, group, batch, start, end)
         ready = np.r_[end, 0.0][waits_for].max(axis=1)
         # A receive can do nothing before its send begins. So it waits for the send, whatever its
         # recorded start.
@@ -92,27 +93,17 @@ class Replay:
             raise ConfigurationError(f"The trace can't be replayed: {error}.") from error
         last_start = _extremes(start, group)[1]
         return cls(
-            trace=trace,
+            trace=trace.with_barriers(behind),
             graph=graph,
             own_s=np.r_[np.maximum(end - last_start[group], 0.0), barriers.own_s],
             gap_s=np.r_[np.maximum(start - barriers.ready_s, 0.0), np.zeros(len(behind))],
-            step=np.r_[trace.step, trace.step[behind]],
-            kind=np.r_[trace.kind, len(trace.kinds) + trace.kind[behind]],
-            barriers=behind,
             only_waits=np.flatnonzero(sent >= 0),
         )
-
-    def of_all(self, column: IntArray) -> IntArray:
-        """Return a column of the trace for all operations and barriers."""
-        found: IntArray = np.r_[column, column[self.barriers]]
-        return found
 
     def step_s(self, own_s: FloatArray, gap_s: FloatArray) -> FloatArray:
         """Return the seconds of each step with these durations."""
         ends = propagate_operations(self.graph, own_s, gap_s)
-        seconds = np.zeros(int(self.step.max()) + 1)
-        np.maximum.at(seconds, self.step, ends)
-        return seconds
+        return _extremes(ends, self.trace.step)[1]
 
     def observed_s(self) -> FloatArray:
         """Return the seconds of each step as recorded."""
@@ -205,6 +196,55 @@ def _paired(trace: OperationTrace, name: str, hop: int) -> tuple[IntArray, IntAr
     return sends[i], receives[j]
 
 
+def _batches(trace: OperationTrace) -> IntArray:
+    """Return a number for each operation; sends and receives that were issued together share it."""
+    same, transfers = np.zeros(len(trace), bool), trace.are(*TRANSFERS)
+    same[1:] = transfers[1:] & transfers[:-1]
+    for column in (trace.step, trace.rank, trace.start_s, trace.end_s):
+        same[1:] &= column[1:] == column[:-1]
+    return np.cumsum(~same)
+
+
+def _of_batch(batch: IntArray, before: IntArray) -> list[IntArray]:
+    """Return each operation's predecessor and, in further columns, what was issued with it."""
+    columns = [before]
+    for back in range(1, min(_DEPTH, int(np.bincount(batch).max()))):
+        other = np.maximum(before - back, 0)
+        with_it = (before >= back) & (batch[other] == batch[before])
+        columns.append(np.where(with_it, other, -1))
+    return columns
+
+
+def _ends_of_pairs(
+    trace: OperationTrace, group: IntArray, batch: IntArray, start: FloatArray, end: FloatArray
+) -> FloatArray:
+    """Return when each send and its receive had ended, although their batches ended later.
+
+    All of a batch seem to end with its last. What began last among those that may have been the
+    last takes all the time; others take what is usual between their stages, if that is less.
+    """
+    pairs = np.flatnonzero((group != np.arange(len(trace))) & trace.are(*TRANSFERS))
+    if not len(pairs) or int(np.bincount(batch).max()) < 2:
+        return end
+    ops = np.r_[pairs, group[pairs]]
+    begins, ends = np.zeros(len(trace)), end.copy()
+    begins[ops] = np.tile(np.maximum(start[pairs], start[group[pairs]]), 2)
+    ends[ops] = np.tile(np.minimum(end[pairs], end[group[pairs]]), 2)
+    may_be_last = ends[ops] >= end[ops] - _ROUNDING_S
+    latest = _extremes(np.where(may_be_last, begins[ops], -np.inf), batch[ops])[1]
+    is_last = may_be_last & (begins[ops] >= latest[batch[ops]] - _ROUNDING_S)
+    known = np.tile(is_last[: len(pairs)] | is_last[len(pairs) :], 2)
+    place = grouped(trace.kind[ops], trace.stage[ops])
+    usual_s = np.full(int(place.max()) + 1, np.inf)
+    for index in np.unique(place[known]):
+        usual_s[index] = np.median((ends - begins)[ops[known & (place == index)]])
+    capped = np.minimum(ends[ops], begins[ops] + usual_s[place])
+    ends[ops] = np.where(known, ends[ops], capped)
+    # Both ends of a pair are in `ops`, of different kinds.
+    ends[ops] = np.tile(np.minimum(ends[pairs], ends[group[pairs]]), 2)
+    return ends
+
+
 def _received(trace: OperationTrace, ended_s: FloatArray) -> IntArray:
     """Return what each forward or backward received, also if it came in the background; or -1."""
     found = np.full(len(trace), -1)
@@ -250,7 +290,7 @@ def _join_collectives(trace: OperationTrace, group: IntArray) -> None:
             starts, ends = (_spread(times[ops], joined) for times in (trace.start_s, trace.end_s))
             if ends < _COINCIDE * starts:
                 possible.append((ends / (int(joined.max()) + 1), joined))
-        least = _ROUNDING_S + min((ends for ends, _ in possible), default=0.0)
+        least = _ROUNDING_S + _AS_WELL * min((ends for ends, _ in possible), default=0.0)
         for joined in [joined for ends, joined in possible if ends <= least][:1]:
             representative = np.full(int(joined.max()) + 1, -1)
             representative[joined] = ops

@@ -10,9 +10,9 @@ import contextlib
 import gzip
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 
@@ -97,6 +97,20 @@ class OperationTrace:
 
     def __len__(self) -> int:
         return len(self.step)
+
+    def with_barriers(self, behind: IntArray) -> Self:
+        """Return the trace with barriers at its end, each in the place of the operation behind it.
+
+        Their kinds are called "barrier before" that operation's.
+        """
+        columns: dict[str, Any] = {
+            name: np.r_[column, column[behind]]
+            for name, column in vars(self).items()
+            if isinstance(column, np.ndarray)
+        }
+        columns["kind"][len(self) :] += len(self.kinds)
+        kinds = (*self.kinds, *(f"barrier before {kind}" for kind in self.kinds))
+        return replace(self, kinds=kinds, **columns)
 
     def are(self, *kinds: str) -> BoolArray:
         """Return which operations are of one of the kinds."""

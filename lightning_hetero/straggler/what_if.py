@@ -121,13 +121,14 @@ def explain(trace: OperationTrace) -> Explanation:
 
 def _even(replay: Replay) -> FloatArray:
     """Return own times under a perfect balance: the same computation in total, evenly spread."""
-    trace, kinds = replay.trace, grouped(replay.kind)
+    trace = replay.trace
+    kinds = grouped(trace.kind)
     usual_s = low_median(replay.own_s, kinds)
-    for kind, name in enumerate(trace.kinds):
-        if name in (*FORWARD, *BACKWARD):
-            usual_s[kind] = replay.own_s[: len(trace)][trace.kind == kind].mean()
-        elif name == "gc":
-            usual_s[kind] = 0.0
+    for number, kind in enumerate(np.unique(trace.kind).tolist()):
+        if trace.kinds[kind] in (*FORWARD, *BACKWARD):
+            usual_s[number] = replay.own_s[trace.kind == kind].mean()
+        elif trace.kinds[kind] == "gc":
+            usual_s[number] = 0.0
     own_s: FloatArray = usual_s[kinds]
     return own_s
 
@@ -149,16 +150,15 @@ class _Parts:
     """The factors of operations and barriers: own time is `base_s` times all of them."""
 
     def __init__(self, replay: Replay) -> None:
-        trace, own, count = replay.trace, replay.own_s, len(replay.trace)
+        trace, own = replay.trace, replay.own_s
         self._replay = replay
-        self._computes = np.r_[trace.are(*FORWARD, *BACKWARD), np.zeros(len(own) - count, bool)]
+        self._computes = trace.are(*FORWARD, *BACKWARD)
         ops = np.flatnonzero(self._computes & (own > 0))
         self.base_s, self._stage, self._lengths, self._rank, self._link = np.ones((5, len(own)))
         if len(ops):
             found = _take_apart(trace, ops, own[ops])
             self.base_s[ops], self._stage[ops], self._lengths[ops], self._rank[ops] = found
-        link_of, self._links = _link_names(trace)
-        self._link_of = np.r_[link_of, np.full(len(own) - count, -1)]
+        self._link_of, self._links = _link_names(trace)
         self._link_of[replay.only_waits] = -1
         others = np.setdiff1d(np.arange(len(own)), ops, assume_unique=True)
         self.base_s[others] = _typical_s(replay, others)
@@ -172,8 +172,7 @@ class _Parts:
         self._paused = np.zeros(len(own), bool)
         self._paused[ops] = self._rest[ops] > _PAUSE
         place = grouped(trace.kind, trace.stage)
-        self.usual_gap_s = np.zeros(len(own))
-        self.usual_gap_s[:count] = low_median(replay.gap_s[:count], place)[place]
+        self.usual_gap_s = low_median(replay.gap_s, place)[place]
         least_s = _PAUSED_GAP * float(np.median(own[ops])) if len(ops) else np.inf
         self._paused_gap = replay.gap_s - self.usual_gap_s > least_s
 
@@ -198,7 +197,7 @@ class _Parts:
     def suspects(self) -> Iterator[_Suspect]:
         """Yield everything that may be a cause."""
         replay, computes = self._replay, self._computes
-        stage, rank = replay.of_all(replay.trace.stage), replay.of_all(replay.trace.rank)
+        stage, rank = replay.trace.stage, replay.trace.rank
         weight = np.bincount(stage[computes], (self.base_s * self._stage)[computes], 1)
         heaviest = int(np.argmax(weight / np.maximum(np.bincount(stage[computes]), 1)))
         yield _Suspect("stage", heaviest, computes & (stage == heaviest), self._stage)
@@ -301,7 +300,8 @@ def _link_names(trace: OperationTrace) -> tuple[IntArray, tuple[str, ...]]:
         lower = (trace.stage[used] + hop) % num_stages if num_stages > 2 else 0
         number[used] = trace.pipeline[used] * num_stages + lower
     first = int(trace.pipeline.max() + 1) * num_stages
-    collective = ~trace.are(*FORWARD, *BACKWARD, *TRANSFERS, "gc", "optimizer")
+    barriers = (kind for kind in trace.kinds if kind.startswith("barrier before "))
+    collective = ~trace.are(*FORWARD, *BACKWARD, *TRANSFERS, "gc", "optimizer", *barriers)
     number = np.where(collective, first + trace.kind * num_stages + trace.stage, number)
     labels = []
     for value in np.unique(number[number >= 0]).tolist():
@@ -317,12 +317,11 @@ def _link_names(trace: OperationTrace) -> tuple[IntArray, tuple[str, ...]]:
 
 def _typical_s(replay: Replay, ops: IntArray) -> FloatArray:
     """Return the median own time of transfers and collectives of a kind, and of barriers."""
-    trace, kind = replay.trace, replay.kind[ops]
-    stage, pipeline = (replay.of_all(column)[ops] for column in (trace.stage, trace.pipeline))
-    transfer = np.isin(kind, np.flatnonzero(np.isin(trace.kinds, TRANSFERS)))
+    trace, transfer = replay.trace, replay.trace.are(*TRANSFERS)[ops]
+    kind = grouped(trace.kind[ops])
     # Of transfers, links are comparable; of the others, stages.
-    place = grouped(kind, stage, np.where(transfer, pipeline, 0))
-    kind_of = groups_of(place, grouped(kind))
+    place = grouped(kind, trace.stage[ops], np.where(transfer, trace.pipeline[ops], 0))
+    kind_of = groups_of(place, kind)
     typical = low_median(low_median(replay.own_s[ops], place), kind_of)
     return typical[kind_of[place]]
 

@@ -41,14 +41,10 @@ class ConnectedStrategy(ParallelStrategy):
     ) -> None:
         super().__init__(**options)
         self._accelerator_of_trainer: Accelerator | None = None
-        self._processes = processes
+        self.processes = processes
+        """This process's connections to the others of the run."""
         self._start_method = start_method
         self._num_nodes, self._seeds = 1, GlobalSeed()
-
-    @property
-    def processes(self) -> "Processes":
-        """This process's connections to the others of the run."""
-        return self._processes
 
     @property
     def awaits_recovery(self) -> bool:
@@ -112,7 +108,7 @@ class ConnectedStrategy(ParallelStrategy):
         self.set_world_ranks()
         self._seeds.put_back(again=self.awaits_recovery)
         assert self.cluster_environment is not None
-        self.cluster_environment = self._processes.meet(
+        self.cluster_environment = self.processes.meet(
             self.cluster_environment, self.root_device, self._lightning_module
         )
         self.set_world_ranks()
@@ -121,8 +117,8 @@ class ConnectedStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Any, group: Any = None, reduce_op: ReduceOp | str | None = "mean"
     ) -> Any:
-        found = self._processes.reduce(tensor, group, reduce_op)
-        is_sum = reduce_op == "sum" and self._processes.are_several and group != ALREADY_REDUCED
+        found = self.processes.reduce(tensor, group, reduce_op)
+        is_sum = reduce_op == "sum" and self.processes.are_several and group != ALREADY_REDUCED
         # Logged numbers are floats; Lightning also adds up lengths of loaders.
         if is_sum and isinstance(tensor, torch.Tensor) and tensor.is_floating_point():
             self._warn_of_copies(tensor, group)
@@ -130,23 +126,23 @@ class ConnectedStrategy(ParallelStrategy):
 
     def _warn_of_copies(self, tensor: torch.Tensor, group: Any) -> None:
         """Warn if a sum that a hook logs adds one number again for each rank; collective."""
-        most = self._processes.reduce(torch.stack([tensor, -tensor]), group, "max")
+        most = self.processes.reduce(torch.stack([tensor, -tensor]), group, "max")
         if bool((most != 0).any()) and torch.allclose(most[0], -most[1], rtol=1e-4, atol=0.0):
             rank_zero_warn(_COPIES)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self._processes.are_several and dist.is_initialized():
-            with self._processes.watching():
-                dist.barrier(group=self._processes.control)
+        if self.processes.are_several and dist.is_initialized():
+            with self.processes.watching():
+                dist.barrier(group=self.processes.control)
 
     @override
     def broadcast(self, obj: _T, src: int = 0) -> _T:
-        if not self._processes.are_several or not dist.is_initialized():
+        if not self.processes.are_several or not dist.is_initialized():
             return obj
         objects = [obj]
-        with self._processes.watching():
-            dist.broadcast_object_list(objects, src, group=self._processes.control)
+        with self.processes.watching():
+            dist.broadcast_object_list(objects, src, group=self.processes.control)
         return objects[0]
 
 

@@ -169,7 +169,7 @@ class Generations:
         self._strategy.set_world_ranks()
         before.put_back(trainer)
         self._joiners = new.joiners_since(old)
-        trainer.strategy.run.note_generation(has_joiners=bool(self._joiners))
+        trainer.strategy.run.has_joiners = bool(self._joiners)
         rank_zero_info(
             "Generation %s: %s ranks go on in place, without ranks %s of the one before%s. %s",
             new.number,

@@ -47,6 +47,7 @@ from lightning_hetero.runtime.iteration.config import EngineConfig, OwnedDevice
 from lightning_hetero.runtime.results.counts import LossReduction
 from lightning_hetero.runtime.results.iteration_loss import NonfiniteGradients
 from lightning_hetero.runtime.slices.early_optimizers import name_parameters, take_over
+from lightning_hetero.runtime.slices.step_trial import check_steps
 from lightning_hetero.runtime.stage.recomputation import ActivationCheckpointing, LayerOptions
 from lightning_hetero.schedules import Schedule
 from lightning_hetero.strategy.engine_options import EngineOptions
@@ -276,7 +277,7 @@ class HeteroStrategy(HookedStrategy):
         """
         self.engine.plans.check(plan)
         assert self._dealer is not None
-        return self._dealer.change_plan(plan, most_of_ranks=self._processes.most)
+        return self._dealer.change_plan(plan, most_of_ranks=self.processes.most)
 
     def set_candidate_plans(
         self,
@@ -313,8 +314,8 @@ class HeteroStrategy(HookedStrategy):
         check = self._request.check_world_size
         self._launcher = launcher_of(self, self._start_method, self.num_nodes, check)
 
-    @override
     def check_before_start(self) -> None:
+        """Refuse what this process alone can see to be wrong; the launcher calls it first."""
         plan, options = self._request.plan, self.options
         if (module := self._lightning_module) is not None:
             given = plan if isinstance(plan, ParallelPlan) else None
@@ -325,7 +326,7 @@ class HeteroStrategy(HookedStrategy):
         assert self.accelerator is not None
         self.accelerator.setup(trainer)
         self._failed = False
-        with self._processes.watching():
+        with self.processes.watching():
             self._set_up(trainer)
 
     def _set_up(self, trainer: pl.Trainer) -> None:
@@ -341,12 +342,12 @@ class HeteroStrategy(HookedStrategy):
         self.model_to_device()
         self._slices.prepare_module(self._module, self._trainer.callbacks)
         self._slices.show_whole_in_summaries(self._trainer.callbacks)
-        self.precision_plugin.connect_gradients(self, self.root_device)
+        self.precision_plugin.connect_strategy(self)
         if trains:
             self.setup_optimizers(trainer)
             recovers = self._slices.awaits_recovery
             take_over(self.optimizers, self.engine.store, recovers=recovers)
-            self._slices.check_optimizers(self.optimizers)
+            check_steps(self.optimizers, self.engine.store, self.engine.comms)
         self.setup_precision_plugin()
         if trains:
             _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
@@ -356,13 +357,13 @@ class HeteroStrategy(HookedStrategy):
         """Take or make the plans, and make the engine, dealer and steps for them; collective."""
         precision = self.precision_plugin
         facts = self.options.gather_facts(
-            self._module, self._processes.comms, self.root_device, precision, self.emulation
+            self._module, self.processes.comms, self.root_device, precision, self.emulation
         )
         request = self._request
         told = facts.comms.gather_objects((torch.initial_seed() % 2**31, self._num_batches))
         if self.awaits_recovery:
             self._num_batches = size_that_stays(number for _, number in told)
-            members = self._processes.membership
+            members = self.processes.membership
             first_ranks = None if members is None else members.first_ranks
             facts = replace(facts, num_batches=self._num_batches, first_ranks=first_ranks)
             request = request.for_survivors(self.world_size, first_ranks)
@@ -371,7 +372,7 @@ class HeteroStrategy(HookedStrategy):
             plans = with_owner_shares(plans, facts)
         self.auto_planned = plans.auto
         engine = self.options.make_engine(facts, plans, precision, seed=told[0][0])
-        reduce = partial(self._processes.reduce_in_hooks, device=self.root_device)
+        reduce = partial(self.processes.reduce_in_hooks, device=self.root_device)
         self._slices.begin(engine, trains=trains, reduce=reduce)
         self.set_candidate_plans(plans.candidates, plans.costs)
         if not self.awaits_recovery:

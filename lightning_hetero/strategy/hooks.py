@@ -21,15 +21,16 @@ from lightning_hetero.core.errors import ConfigurationError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.runtime.iteration.engine import Engine
 from lightning_hetero.runtime.slices.rows import HookedSlices
+from lightning_hetero.runtime.slices.state import load_module_state, scatter_optimizer_state
 from lightning_hetero.strategy.connected import ConnectedStrategy
 from lightning_hetero.strategy.precision import HeteroPrecision
 from lightning_hetero.strategy.processes import Processes, StartMethod
-from lightning_hetero.strategy.run import RestoredState
 from lightning_hetero.strategy.sliced_state import SlicedState, move_buffers, read_checkpoint
 from lightning_hetero.strategy.steps import Steps, epoch_to_load, explained, sees_early
 
 if TYPE_CHECKING:
     from lightning_hetero.autoplan.out_of_memory import MemoryWatch
+    from lightning_hetero.callbacks.checkpointing.training_state import Restored
     from lightning_hetero.data.dealer import Dealer
 
 _T = TypeVar("_T")
@@ -59,8 +60,9 @@ class HookedStrategy(ConnectedStrategy):
         self._shows_early = False
         """Whether some hook reads parameters or gradients between `training_step` and `backward`,
         so that it must get this rank's slices then."""
-        self._num_changes = 0
-        self._restored: RestoredState | None = None
+        self.num_changes = 0
+        """How often an optimizer has begun to change the slices."""
+        self._restored: Restored | None = None
         """The state that Lightning restores next, in place of a checkpoint file."""
         self._dealer: Dealer | None = None
         """Deals samples out to ranks; set by `setup`."""
@@ -128,9 +130,6 @@ class HookedStrategy(ConnectedStrategy):
         with self._slices.whole_shapes():
             super().setup_optimizers(trainer)
 
-    def check_before_start(self) -> None:
-        """Refuse what this process alone can see to be wrong; the launcher calls it first."""
-
     # -- data and steps -------------------------------------------------------------------------
 
     @property
@@ -165,7 +164,7 @@ class HookedStrategy(ConnectedStrategy):
             self.engine.change_plan(self._steps.plan_to_train(batch))
             self._slices.follow_freezing(self.optimizers, self._trainer.callbacks)
             trained = self._steps.train(batch, args, kwargs)
-        members, described = self._processes.membership, self.engine.boundary.first_call
+        members, described = self.processes.membership, self.engine.boundary.first_call
         if members is not None and described and not self.has_trained:
             members.tell_layer_call(described)
         self.has_trained = True
@@ -196,11 +195,11 @@ class HookedStrategy(ConnectedStrategy):
 
     def _explained(self, *, trains: bool) -> AbstractContextManager[None]:
         assert self.memory is not None
-        watching, explain_dtypes = self._processes.watching, self.precision_plugin.explain_dtypes
+        watching, explain_dtypes = self.processes.watching, self.precision_plugin.explain_dtypes
         return explained(watching, self.memory, explain_dtypes, trains=trains)
 
     def deposit_gradients(self) -> None:
-        """Move the iteration's gradients into the slices; see `precision.Gradients`."""
+        """Move the iteration's gradients into the slices; called by the precision plugin."""
         self.precision_plugin.note_gradients(are_finite=self.engine.gradients.are_finite)
         number = self._trainer.accumulate_grad_batches
         are_first = self._trainer.fit_loop.batch_idx % number == 0
@@ -213,12 +212,7 @@ class HookedStrategy(ConnectedStrategy):
     def begin_change(self) -> None:
         """Note that an optimizer is about to change the slices."""
         self.hooked_slices.leave()
-        self._num_changes += 1
-
-    @property
-    def num_changes(self) -> int:
-        """How often an optimizer has begun to change the slices."""
-        return self._num_changes
+        self.num_changes += 1
 
     @override
     def optimizer_step(
@@ -234,12 +228,15 @@ class HookedStrategy(ConnectedStrategy):
         self._restored = None
         self._shows_early = sees_early(self._module, *self._trainer.callbacks)
         self.has_begun_training = True
-        self._processes.begin_training()
+        self.processes.begin_training()
         self.engine.mark_weights_stale()
 
     @override
     def on_validation_start(self) -> None:
-        self._slices.share_buffers()
+        self.engine.buffers.share()
+        # Callbacks such as weight averaging may swap weights in before validation, and out after
+        # it.
+        self.engine.mark_weights_stale()
 
     on_test_start = on_predict_start = on_validation_start
 
@@ -276,7 +273,7 @@ class HookedStrategy(ConnectedStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return self._slices.optimizer_state(optimizer)
 
-    def restore_from(self, restored: RestoredState) -> None:
+    def restore_from(self, restored: "Restored") -> None:
         """Let Lightning restore a state that has this rank's slices; called after `setup`."""
         self._restored = restored
 
@@ -296,7 +293,9 @@ class HookedStrategy(ConnectedStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._restored is None:
-            self._slices.load_module(self._module, checkpoint["state_dict"], strict=strict)
+            state = checkpoint["state_dict"]
+            load_module_state(self.engine.store, self._module, state, strict=strict)
+            self.engine.mark_weights_stale()
         else:
             self._restored.load_weights()
             self._slices.note_recovery()
@@ -305,7 +304,10 @@ class HookedStrategy(ConnectedStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._slices.refit_finetuning(self._trainer)
         if self._restored is None:
-            self._slices.load_optimizers(self.optimizers, checkpoint["optimizer_states"])
+            states = checkpoint["optimizer_states"]
+            for optimizer, state in zip(self.optimizers, states, strict=True):
+                if optimizer.param_groups:
+                    scatter_optimizer_state(self.engine.store, optimizer, state)
         else:
             self._restored.load_optimizers()
         _optimizers_to_device(self.optimizers, self.engine.store.owned_device)
@@ -317,7 +319,7 @@ class HookedStrategy(ConnectedStrategy):
         self._failed = True
         if self.memory is not None:
             self.memory.explain(exception)
-        self._processes.fail(exception)
+        self.processes.fail(exception)
 
     def await_recovery(self, trained_at_first: Mapping[str, bool]) -> None:
         """Drop what was set up because a rank is lost; the next `setup` recovers the state.
@@ -338,11 +340,11 @@ class HookedStrategy(ConnectedStrategy):
 
     @override
     def teardown(self) -> None:
-        with self._processes.watching():  # Ranks may gather whole weights.
+        with self.processes.watching():  # Ranks may gather whole weights.
             self._slices.end(self._lightning_module, failed=self._failed)
         module = self._lightning_module
         if not self._failed:
-            self._processes.stop_watching()
+            self.processes.stop_watching()
         elif module is not None and any(parameter.is_meta for parameter in module.parameters()):
             # Lightning moves the module to the CPU. Meta tensors refuse that, which would hide the
             # first error.
@@ -352,4 +354,4 @@ class HookedStrategy(ConnectedStrategy):
         # just were.
         self._slices.leave_stand_ins()
         # Stop watching last: after a failure it also ends waits for a dead rank in this method.
-        self._processes.stop_watching()
+        self.processes.stop_watching()

@@ -30,12 +30,12 @@ from lightning_hetero.runtime.generation.keeper import JOIN, KEPT, joiner_variab
 from lightning_hetero.runtime.setup.layout import find_layers
 from lightning_hetero.runtime.stage.rehearsal import rehearse
 from lightning_hetero.strategy.generations import Generations
-from lightning_hetero.strategy.run import OutlivesRanks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_hetero.strategy.hooks import HookedStrategy
+    from lightning_hetero.callbacks import ElasticRestart
+    from lightning_hetero.strategy.hetero import HeteroStrategy
     from lightning_hetero.strategy.processes import StartMethod
 
 _log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ _NO_SCRIPT = ("-c", "-", "")
 
 
 def launcher_of(
-    strategy: "HookedStrategy",
+    strategy: "HeteroStrategy",
     start_method: "StartMethod",
     num_nodes: int,
     check_world_size: Callable[[int], None],
@@ -79,7 +79,7 @@ def launcher_of(
 class _CheckedLauncher(_MultiProcessingLauncher):
     @override
     def launch(self, *args: Any, **kwargs: Any) -> Any:
-        cast("HookedStrategy", self._strategy).check_before_start()
+        cast("HeteroStrategy", self._strategy).check_before_start()
         return super().launch(*args, **kwargs)
 
 
@@ -94,7 +94,7 @@ class HeteroLauncher(_SubprocessScriptLauncher):
 
     def __init__(
         self,
-        strategy: "HookedStrategy",
+        strategy: "HeteroStrategy",
         num_processes: int,
         num_nodes: int,
     ) -> None:
@@ -194,7 +194,8 @@ def _rehearse(strategy: Any, module: "pl.LightningModule") -> None:
             layer.forward = before
 
 
-def _rule_of(trainer: "pl.Trainer | None") -> OutlivesRanks | None:
+def _rule_of(trainer: "pl.Trainer | None") -> "ElasticRestart | None":
+    """Return the callback by which ranks outlive others, if there is one."""
     callbacks: list[Any] = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
-    rules = (item for item in callbacks if isinstance(item, OutlivesRanks) and item.in_place)
+    rules = (item for item in callbacks if hasattr(item, "replace_lost") and item.in_place)
     return next(rules, None)

@@ -12,12 +12,11 @@ once.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.plugins.precision import Precision
-from lightning_utilities.core.apply_func import apply_to_collection
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -26,7 +25,9 @@ from typing_extensions import override
 from lightning_hetero.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
+
+    from lightning_hetero.strategy.hooks import HookedStrategy
 
 PrecisionName = Literal["32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true"]
 
@@ -43,19 +44,6 @@ _REASONS = {
     "transformer-engine": "its modules aren't supported",
     "transformer-engine-float16": "its modules aren't supported",
 }
-
-
-class Gradients(Protocol):
-    """What the precision plugin needs of the strategy."""
-
-    def deposit_gradients(self) -> None:
-        """Move the iteration's gradients into the slices."""
-
-    def norm_of_gradients(self, parameters: "Iterable[Tensor]") -> Tensor:
-        """Return the norm of parameters' gradients over all ranks; collective."""
-
-    def begin_change(self) -> None:
-        """Note that an optimizer is about to change the slices, without waiting for other ranks."""
 
 
 class HeteroPrecision(Precision):
@@ -78,14 +66,19 @@ class HeteroPrecision(Precision):
             )
         self.precision = precision
         self.compute_dtype, self.master_dtype = _DTYPES[precision]
-        if precision == "16-mixed":
-            scaler = scaler or GradScaler("cpu")
+        self._plain = Precision()
+        """Lightning's own plugin: contexts of steps, and dtypes of what enters them."""
+        name: Any = precision
+        if name in ("bf16-true", "16-true"):
+            self._plain = HalfPrecision(name)
+        elif name != "32-true":
+            self._plain = MixedPrecision(name, "cpu", scaler)
+            scaler = self._plain.scaler
         self.scaler: dict[str, Any] | None = None if scaler is None else scaler.state_dict()
         """The state of a `GradScaler`, updated here; None if losses aren't scaled."""
         self._has_overflow = False
         """Whether gradients have overflowed on any rank since the optimizer's last step."""
-        self._gradients: Gradients | None = None
-        self._device_type = "cpu"
+        self._strategy: HookedStrategy | None = None
 
     @classmethod
     def of(cls, plugin: Precision) -> "HeteroPrecision":
@@ -93,9 +86,11 @@ class HeteroPrecision(Precision):
         name: Any = plugin.precision
         return plugin if isinstance(plugin, cls) else cls(name, getattr(plugin, "scaler", None))
 
-    def connect_gradients(self, gradients: Gradients, device: torch.device) -> None:
-        """Set the gradients and the device of a run; called by the strategy's `setup`."""
-        self._gradients, self._device_type = gradients, device.type
+    def connect_strategy(self, strategy: "HookedStrategy") -> None:
+        """Set the strategy of a run; called by its `setup`."""
+        self._strategy = strategy
+        if isinstance(self._plain, MixedPrecision):
+            self._plain.device = strategy.root_device.type
 
     @property
     def loss_scale(self) -> float:
@@ -138,15 +133,7 @@ class HeteroPrecision(Precision):
 
         With "bf16-mixed" they stay as they are: targets would lose precision in bf16.
         """
-        return apply_to_collection(data, Tensor, self._converted) if self._is_half else data
-
-    @property
-    def _is_half(self) -> bool:
-        """Whether all weights, buffers and activations are in 16 bits."""
-        return self.precision in ("bf16-true", "16-true")
-
-    def _converted(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.compute_dtype) if tensor.is_floating_point() else tensor
+        return self._plain.convert_input(data)
 
     @override
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -154,27 +141,15 @@ class HeteroPrecision(Precision):
 
         Weights are converted where slices are made of them.
         """
-        if self._is_half:
-            for part in module.modules():
-                held = {name: item for name, item in part._buffers.items() if item is not None}
-                part._buffers.update({name: self._converted(item) for name, item in held.items()})
+        for part in module.modules():
+            part._buffers.update(self.convert_input(dict(part._buffers)))
         return module
 
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:
-        """Context of a step, as in Lightning: autocast, or bf16 for new tensors."""
-        if self.precision.endswith("-mixed"):
-            with torch.autocast(self._device_type, self.compute_dtype):
-                yield
-        elif self._is_half:
-            before = torch.get_default_dtype()
-            torch.set_default_dtype(self.compute_dtype)
-            try:
-                yield
-            finally:
-                torch.set_default_dtype(before)
-        else:
+        """Context of a step: autocast, or 16 bits for new tensors."""
+        with self._plain.forward_context():
             yield
 
     @contextmanager
@@ -199,8 +174,8 @@ class HeteroPrecision(Precision):
         # Ranks wait for each other in hooks and in clipping, but not in the optimizer's step
         # itself.
         super()._after_closure(model, optimizer)
-        if self._gradients is not None:
-            self._gradients.begin_change()
+        if self._strategy is not None:
+            self._strategy.begin_change()
 
     @override
     def backward(  # type: ignore[override]
@@ -211,14 +186,14 @@ class HeteroPrecision(Precision):
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        assert self._gradients is not None
-        self._gradients.deposit_gradients()
+        assert self._strategy is not None
+        self._strategy.deposit_gradients()
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
-        assert self._gradients is not None
+        assert self._strategy is not None
         parameters = list(self.main_params(optimizer))
-        norm = self._gradients.norm_of_gradients(parameters)
+        norm = self._strategy.norm_of_gradients(parameters)
         factor = torch.clamp(clip_val / (norm + 1e-6), max=1.0)
         for parameter in parameters:
             if (gradient := parameter.grad) is not None:

@@ -28,7 +28,6 @@ from lightning_hetero.runtime.generation.entering import (
     open_membership,
 )
 from lightning_hetero.runtime.generation.log import Generation
-from lightning_hetero.runtime.generation.membership import Membership
 from lightning_hetero.runtime.ranks.communicators import (
     Communicators,
     check_queues,
@@ -48,6 +47,8 @@ from lightning_hetero.strategy.trainable import facts_of_fit
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_hetero.runtime.generation.membership import Membership
 
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
@@ -90,7 +91,8 @@ class Processes:
         self._comms: Communicators | None = None
         self._detector: FailureDetector | None = None
         self._silence: timedelta | None = None
-        self._membership: Membership | None = None
+        self.membership: Membership | None = None
+        """This process's membership in a run that outlives ranks; None until it is a member."""
         self._connections = Connections()
         self._heartbeat: Heartbeat | None = None
         """This process's heartbeat, until the run ends."""
@@ -130,9 +132,9 @@ class Processes:
                 # connections that may have to be closed can be recorded only if they are made with
                 # their group.
                 os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
-        if self._silence is not None and self._membership is None:
+        if self._silence is not None and self.membership is None:
             environment = self._become_member(package_versions() | facts_of_fit(module))
-        if environment.world_size() > 1 or self._membership is not None:
+        if environment.world_size() > 1 or self.membership is not None:
             check_queues(device, os.environ)
             # From here on, this rank may have to wait for another.
             if self._detector is None:
@@ -153,9 +155,9 @@ class Processes:
             self._detector.expect_slow_start(is_expected=False)
 
     def _make_detector(self) -> FailureDetector:
-        if self._membership is not None and self._silence is not None:
-            assert self._membership.generation is not None
-            ring = self._membership.ring_of(self._membership.generation)
+        if self.membership is not None and self._silence is not None:
+            assert self.membership.generation is not None
+            ring = self.membership.ring_of(self.membership.generation)
         else:
             assert self._environment is not None
             rank, world_size = self._environment.global_rank(), self._environment.world_size()
@@ -171,7 +173,7 @@ class Processes:
         connections = self._connections  # The present ones, whenever communicators are aborted.
         if self._comms is not None:
             self._comms.abort()
-        if self._membership is not None:
+        if self.membership is not None:
             connections.close()
 
     @property
@@ -249,20 +251,15 @@ class Processes:
 
     def end_generations(self) -> None:
         """Note that training has ended: from now on, if a rank is lost, the others end, too."""
-        if self._membership is not None:
-            self._membership.tell_end()  # Keepers of lost members then end.
+        if self.membership is not None:
+            self.membership.tell_end()  # Keepers of lost members then end.
         # What follows, such as a test, may make others wait as long as in any other run.
         self._silence = self._detector = None
 
     @property
     def outlives_ranks(self) -> bool:
         """Whether the others go on in their processes when a rank is lost."""
-        return self._membership is not None
-
-    @property
-    def membership(self) -> Membership | None:
-        """This process's membership in a run that outlives ranks; None until it is a member."""
-        return self._membership
+        return self.membership is not None
 
     @property
     def joins(self) -> bool:
@@ -272,7 +269,7 @@ class Processes:
     @property
     def generation(self) -> int:
         """Number of the newest generation that this process was in."""
-        generation = self._membership and self._membership.generation
+        generation = self.membership and self.membership.generation
         return generation.number if generation else 0
 
     def _become_member(self, facts: dict[str, str]) -> ClusterEnvironment:
@@ -288,24 +285,24 @@ class Processes:
             else:
                 found = open_membership(self._connect_store(), self._environment, facts, **waits)
         membership, self._heartbeat = found
-        self._membership = membership
+        self.membership = membership
         assert membership.generation is not None
         return self._enter(membership.generation)
 
     def _enter(self, generation: Generation) -> ClusterEnvironment:
-        assert self._membership is not None
+        assert self.membership is not None
         assert self._environment is not None
-        environment = GenerationEnvironment(self._environment, generation, self._membership.number)
+        environment = GenerationEnvironment(self._environment, generation, self.membership.number)
         self._environment = environment
         # Closing the connections must also end waits in the store for ranks that don't come.
         self._connections = Connections(may_end=True)
-        self._store = self._connections.open(partial(self._membership.store_of, generation))
+        self._store = self._connections.open(partial(self.membership.store_of, generation))
         self._store.set_timeout(self._timeout)
         return environment
 
     def lost_peer(self, error: Exception) -> PeerError | None:
         """Return the loss of another rank if it caused an error and the others go on, else None."""
-        if self._membership is None or self._detector is None:
+        if self.membership is None or self._detector is None:
             return None
         try:
             with self._detector.watching():
@@ -347,7 +344,7 @@ class Processes:
             PeerError: The others go on without this process, or the store is gone.
         """
         self._stop_judging()
-        membership = self._membership
+        membership = self.membership
         assert membership is not None
         with ended_when_late(membership.number, _STORE, _FORMING * membership.patience_s):
             return membership.form_next(leaving, calls_joiners=calls_joiners)
@@ -359,7 +356,7 @@ class Processes:
 
     def wait_until_others_go_on(self) -> None:
         """On a rank that leaves, wait until the others have formed the next generation."""
-        membership = self._membership
+        membership = self.membership
         assert membership is not None
         self._stop_judging()
         with ended_when_late(membership.number, _STORE, _FORMING * membership.patience_s):
@@ -367,10 +364,10 @@ class Processes:
 
     def leave_members(self, error: BaseException) -> None:
         """Tell the others at once that this process is about to end, and why."""
-        if self._membership is not None:
+        if self.membership is not None:
             with suppress(Exception):
                 text = f"{type(error).__name__}: {error}"
-                self._membership.tell_gone(self._membership.number, text)
+                self.membership.tell_gone(self.membership.number, text)
 
     # -- collectives ----------------------------------------------------------------------------
 

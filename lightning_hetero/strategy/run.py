@@ -1,131 +1,43 @@
 """The run: where its strategy, its callbacks and its ranks find each other."""
 
-from collections.abc import Collection, Sequence
-from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import lightning.pytorch as pl
-import torch
-import torch.distributed as dist
-from lightning.pytorch.strategies import Strategy
 
-from lightning_hetero.core.arrays import FloatArray
-from lightning_hetero.runtime.ranks.communicators import Communicators, Rows
+from lightning_hetero.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from lightning_hetero.checkpoint import SavedCheckpoint
+    from lightning_hetero.callbacks import ElasticRestart, LayerwiseCheckpoint, RunLog
+    from lightning_hetero.runtime.ranks.communicators import Communicators
     from lightning_hetero.strategy.hetero import HeteroStrategy
 
 _T = TypeVar("_T")
 
 
-class KeepsLog(Protocol):
-    """The part of `RunLog` that other callbacks and the strategy use."""
-
-    def write(self, trainer: pl.Trainer, event: str, **fields: Any) -> None:
-        """Append an event."""
-
-    def file(self, trainer: pl.Trainer) -> Path:
-        """Return the path of the log of a Trainer's run."""
-
-
-class SavesSlices(Protocol):
-    """The part of `LayerwiseCheckpoint` that other callbacks and the strategy use."""
-
-    saved: "SavedCheckpoint | None"
-
-    @property
-    def node_of_rank(self) -> tuple[str, ...]:
-        """Name of each rank's node."""
-
-    def save(self, trainer: pl.Trainer, *, leaving: Collection[str]) -> "SavedCheckpoint":
-        """Save the step that has ended, and copy the parts of nodes that leave to others."""
-
-    def can_go_on_live(self, trainer: pl.Trainer, leaving: Collection[int]) -> bool:
-        """Whether this rank has the last step's state, and ranks not `leaving` all its rows."""
-
-    def keep_live(self, trainer: pl.Trainer, generation: int) -> bool:
-        """Keep the state of the last step of generation `generation`, which has ended, in memory.
-
-        Returns:
-            Whether anything is kept.
-        """
-
-
-class RestoredState(Protocol):
-    """A recovered state, of which this rank has its slices."""
-
-    checkpoint: dict[str, Any]
-    """The rest of the state, under Lightning's names for the entries of a checkpoint."""
-
-    def load_weights(self) -> None:
-        """Put weights and buffers into the module."""
-
-    def load_optimizers(self) -> None:
-        """Put the optimizers' state, and averages of weights, in place."""
-
-
-class RestartsRun(Protocol):
-    """The part of `ElasticRestart` that other callbacks and the strategy use."""
-
-    def end_step(self, trainer: pl.Trainer) -> bool:
-        """End a step after which ranks leave or join; return whether it needn't be saved again."""
-
-    def num_left(self, exclude: Sequence[int]) -> int:
-        """Return how many ranks a restart without the machines of `exclude` would have."""
-
-    def request_restart(self, reason: str, *, exclude: Sequence[int]) -> None:
-        """Save and end all processes; those on machines of ranks in `exclude` don't come back."""
-
-
-@runtime_checkable
-class OutlivesRanks(Protocol):
-    """The options of `ElasticRestart` that are read before the processes connect."""
-
-    in_place: bool
-    """Whether to go on without lost ranks in the same processes."""
-    heartbeat_timeout: timedelta
-    """How long a rank may then show no heartbeat before it counts as lost."""
-    replace_lost: bool
-    """Whether a joiner is started on the device of a lost process."""
-
-
 class Run:
     """One run, through which its callbacks find each other: each adds itself in its `setup`.
 
-    It is `HeteroStrategy.run`; under another strategy `run_of` makes one without a `strategy`.
-
     Args:
-        strategy: The strategy, whose plan may change; None under strategies without plans.
+        strategy: The strategy, whose `run` it is.
     """
 
-    def __init__(self, strategy: "HeteroStrategy | None" = None) -> None:
+    def __init__(self, strategy: "HeteroStrategy") -> None:
         self.strategy = strategy
-        self.logs: list[KeepsLog] = []
+        self.logs: list[RunLog] = []
         """Callbacks that log events."""
-        self.checkpoints: list[SavesSlices] = []
+        self.checkpoints: list[LayerwiseCheckpoint] = []
         """Callbacks that save slices."""
-        self.restarters: list[RestartsRun] = []
+        self.restarters: list[ElasticRestart] = []
         """Callbacks that can restart the run without some of its machines."""
         self.trained_at_first: dict[str, bool] | None = None
         """Whether each parameter trained when the first fit began; None before that."""
-        self._has_joiners = True
-
-    @property
-    def control(self) -> dist.ProcessGroup | None:
-        """The group of small messages between all ranks; None for one rank, or without plans."""
-        return None if self.strategy is None else self.strategy.engine.comms.control
-
-    @property
-    def has_joiners(self) -> bool:
+        self.has_joiners = True
         """Whether ranks have joined since the last generation, which may not reach the stores."""
-        return self._has_joiners
 
-    def note_generation(self, *, has_joiners: bool) -> None:
-        """Note that a generation follows another one in place."""
-        self._has_joiners = has_joiners
+    @property
+    def comms(self) -> "Communicators":
+        """Small messages between all ranks; available once the strategy has been set up."""
+        return self.strategy.engine.comms
 
     @staticmethod
     def join(members: list[_T], member: _T) -> None:
@@ -134,14 +46,20 @@ class Run:
             members.append(member)
 
 
-_OTHERS: WeakKeyDictionary[Strategy, Run] = WeakKeyDictionary()
-"""The runs of strategies that have no `run` of their own."""
-
-
 def run_of(trainer: pl.Trainer) -> Run:
-    """Return the run in which a Trainer's callbacks find each other, under any strategy."""
-    own = getattr(trainer.strategy, "run", None)
-    return own if isinstance(own, Run) else _OTHERS.setdefault(trainer.strategy, Run())
+    """Return the run in which a Trainer's callbacks find each other.
+
+    Raises:
+        ConfigurationError: The strategy isn't `HeteroStrategy`.
+    """
+    run = getattr(trainer.strategy, "run", None)
+    if not isinstance(run, Run):
+        raise ConfigurationError(
+            "Callbacks of lightning_hetero need HeteroStrategy, also on one device; this is "
+            f"{type(trainer.strategy).__name__}. Give the Trainer strategy=HeteroStrategy(), or "
+            "leave them out."
+        )
+    return run
 
 
 def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
@@ -149,46 +67,3 @@ def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
     if trainer.is_global_zero:
         for log in run_of(trainer).logs:
             log.write(trainer, event, **fields)
-
-
-class Ranks:
-    """The ranks of a run and their small messages, on CPU.
-
-    Args:
-        group: A gloo group of all ranks; None if there is only one.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.global_rank = 0 if group is None else dist.get_rank(group)
-        self._comms = Communicators(
-            global_rank=self.global_rank, world_size=self.world_size, control=group
-        )
-
-    @property
-    def leads(self) -> bool:
-        """Whether this rank decides."""
-        return self.global_rank == 0
-
-    def to_leader(self, row: Sequence[float]) -> FloatArray:
-        """Return every rank's row on the leader, (num_ranks, length); no rows elsewhere."""
-        rows = Rows(torch.tensor(row, dtype=torch.float64), self._group).on_rank_0()
-        found: FloatArray = (rows if self.leads else rows[:0]).numpy()
-        return found
-
-    def from_leader(self, numbers: Sequence[int]) -> list[int]:
-        """Return the leader's numbers. Other ranks pass as many, which are ignored."""
-        values = torch.tensor(numbers, dtype=torch.int64)
-        if self._group is not None:
-            dist.broadcast(values, 0, self._group)
-        found: list[int] = values.tolist()
-        return found
-
-    def gather(self, value: _T) -> list[_T]:
-        """Return every rank's value."""
-        return self._comms.gather_objects(value)
-
-    def share(self, value: _T) -> _T:
-        """Return the leader's value."""
-        return self._comms.on_rank_0(lambda: value)

@@ -35,14 +35,11 @@ from lightning_hetero.runtime.slices.state import (
     cut_when_loading,
     gather_optimizer_state,
     leave_stand_ins,
-    load_module_state,
-    scatter_optimizer_state,
     spread_frozen,
     spread_whole,
     stand_for_awaited,
     whole_module_state,
 )
-from lightning_hetero.runtime.slices.step_trial import check_steps
 from lightning_hetero.strategy.trainable import check_parameter_hooks
 
 if TYPE_CHECKING:
@@ -186,15 +183,6 @@ class SlicedState:
             self.hooked.close()
             self.hooked = None
 
-    # -- weights that the engine must pull again ------------------------------------------------
-
-    def share_buffers(self) -> None:
-        """Let the evaluation that begins use the present buffers and weights; all ranks call it."""
-        self._running.buffers.share()
-        # Callbacks such as weight averaging may swap weights in before validation, and out after
-        # it.
-        self._running.mark_weights_stale()
-
     def follow_freezing(
         self, optimizers: Sequence[Optimizer], callbacks: Iterable[Callback]
     ) -> None:
@@ -237,11 +225,6 @@ class SlicedState:
                 hook(*args)
 
         return run
-
-    def check_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that need more of a parameter than one slice; collective."""
-        running = self._running
-        check_steps(optimizers, running.store, running.comms)
 
     def deposit_gradients(self, scale: float, *, are_first: bool) -> None:
         """Add the iteration's gradients, times `scale`, to the slices', as a backward would.
@@ -297,13 +280,6 @@ class SlicedState:
         assert self._comms is not None
         return gather_optimizer_state(self._trained, self._comms, optimizer)
 
-    def load_module(
-        self, module: pl.LightningModule, state: Mapping[str, Any], *, strict: bool
-    ) -> None:
-        """Take this rank's slices of a whole module's state."""
-        load_module_state(self._running.store, module, state, strict=strict)
-        self._running.mark_weights_stale()
-
     def refit_finetuning(self, trainer: pl.Trainer) -> None:
         """Let callbacks add their groups to the optimizers again.
 
@@ -314,14 +290,6 @@ class SlicedState:
         for callback in callbacks:
             if isinstance(callback, BaseFinetuning):
                 callback.on_fit_start(trainer, trainer.lightning_module)
-
-    def load_optimizers(
-        self, optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Take this rank's slices of the whole state of each optimizer."""
-        for optimizer, state in zip(optimizers, states, strict=True):
-            if optimizer.param_groups:
-                scatter_optimizer_state(self._running.store, optimizer, state)
 
 
 def move_buffers(module: pl.LightningModule, device: torch.device) -> None:

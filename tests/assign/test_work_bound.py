@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_hetero.assign import PipelineCost
-from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
+from lightning_hetero.planner.proposing.schemes import Scheme, work_lower_bound_s
 from tests.assign.cases import costs
 from tests.benchmarks.assignment_cases import time_1f1b_s
 

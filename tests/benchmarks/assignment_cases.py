@@ -22,7 +22,7 @@ from lightning_hetero.assign import PipelineCost, assign_iteration
 from lightning_hetero.assign.pipeline_cost import microbatch_times_s
 from lightning_hetero.core.actions import ActionKind, schedule_1f1b
 from lightning_hetero.planner.proposing.proposal import draw_iteration, propose
-from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
+from lightning_hetero.planner.proposing.schemes import Scheme, work_lower_bound_s
 from tests.benchmarks.harness import Row
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared/data"

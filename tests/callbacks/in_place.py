@@ -210,6 +210,7 @@ class Node:
         *,
         in_place: bool = True,
         replaces: bool = False,
+        hastens: bool = False,
         **options: Any,
     ) -> None:
         self.folder = folder
@@ -217,7 +218,11 @@ class Node:
         work = partial(train, folder, num_ranks=num_ranks, in_place=in_place, **options)
         self._joiner = partial(train, folder, num_ranks=1, **options)
         self.joiners: dict[str, Any] = {}
-        be_node = partial(play, replaces=replaces) if in_place else play_restarts
+        be_node = (
+            partial(play, replaces=replaces)
+            if in_place
+            else partial(play_restarts, hastens=hastens)
+        )
         self.process = fork_server().Process(target=be_node, args=(folder, num_ranks, work))
         self.process.start()
 

@@ -1,4 +1,4 @@
-"""Runs with `LayerwiseCheckpoint` that tests compare: under any plan, or on a single device."""
+"""Runs with `LayerwiseCheckpoint` that tests compare, under any plan."""
 
 from functools import partial
 from pathlib import Path
@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import WeightAveraging
 from torch.optim.swa_utils import get_ema_avg_fn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from lightning_hetero import HeteroStrategy
 from lightning_hetero.callbacks import LayerwiseCheckpoint
 from tests import fits
 from tests.fits import Case, Outcome, outcome_of
@@ -82,7 +83,11 @@ def train(
     module = Drops(ToyOptions())
     limit = {"max_epochs": num_steps // 2} if in_epochs else {"max_steps": num_steps}
     settings = {**quiet(devices=1, **limit), "enable_checkpointing": True}
-    trainer = L.Trainer(**settings, callbacks=[LayerwiseCheckpoint(folder, **options), *callbacks])
+    trainer = L.Trainer(
+        strategy=HeteroStrategy(num_stages=1),
+        callbacks=[LayerwiseCheckpoint(folder, **options), *callbacks],
+        **settings,
+    )
     torch.manual_seed(1)
     loader = StatefulDataLoader(TokenRows(8), batch_size=4)
     trainer.fit(module, loader, ckpt_path=ckpt_path, weights_only=True)

@@ -1,6 +1,7 @@
 """Devices are tested before they work, and left out only if something is to be done at all."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,19 +20,19 @@ LEAVE = PossibleMitigation(mitigation=Mitigation.RESTART, iteration_s=1.0, exclu
 class TwoAlike:
     """Rank 0 of two ranks that say the same."""
 
-    world_size, global_rank, leads = 2, 0, True
+    world_size, global_rank = 2, 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_objects(self, value: Any) -> list[Any]:
         return [value, value]
 
-    def share(self, value: Any) -> Any:
-        return value
+    def on_rank_0(self, work: Any) -> Any:
+        return work()
 
 
 class Leaving:
     """A run that leaves slow devices out."""
 
-    device, clock, message_bytes = torch.device("cpu"), None, 1024
+    device, clock, message_bytes = torch.device("cpu"), mock.Mock(), 1024
 
     def __init__(self) -> None:
         self.acts: list[Any] = []

@@ -66,7 +66,7 @@ def leave(rank: int, folder: Path, kind: type[Callback]) -> tuple[int, bool, boo
     except AgreedExit:
         saved = checkpoint.saved
         assert saved is not None
-        is_uploaded = saved._remote.done() and saved._remote.result()
+        is_uploaded = saved.remote.done() and saved.remote.result()
         return saved.id.step, elastic.is_leaving, is_uploaded
     finally:
         Committer._upload = upload

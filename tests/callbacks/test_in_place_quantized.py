@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import nn
 
 from lightning_hetero.runtime.setup.layout import find_layers
@@ -74,21 +75,35 @@ class Quantized(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Unfrozen(Quantized):
+    """The same without quantization; Lightning's callback unfreezes base layers in epoch 1."""
+
+    def __init__(self, *, is_planned: bool) -> None:
+        super().__init__(None, None, is_planned=is_planned)
+
+    @property
+    def backbone(self) -> nn.Module:
+        found = (getattr(part, "base_layer", None) for part in self.model.modules())
+        return nn.ModuleList(part for part in found if part is not None)
+
+    def configure_callbacks(self) -> Any:
+        return [BackboneFinetuning(1, backbone_initial_lr=0.05)]
+
+    def configure_optimizers(self) -> Any:
+        trained = [weight for weight in self.parameters() if weight.requires_grad]
+        return torch.optim.AdamW(trained, lr=1e-2, eps=ADAM_EPS)
+
+
 class UnfreezeAfterTwo(L.Callback):
     """Unfreezes base layers after the second step."""
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         if trainer.global_step == 2:
-            for part in pl_module.model.modules():
-                if (base := getattr(part, "base_layer", None)) is not None:
-                    base.requires_grad_(True)
+            pl_module.backbone.requires_grad_(True)
 
 
-class Unfrozen(Quantized):
-    """The same without quantization; the optimizer has all weights from the start."""
-
-    def __init__(self, *, is_planned: bool) -> None:
-        super().__init__(None, None, is_planned=is_planned)
+class UnfrozenOnce(Unfrozen):
+    """The same by a callback of one's own; the optimizer has all weights from the start."""
 
     def configure_callbacks(self) -> Any:
         return [UnfreezeAfterTwo()]
@@ -141,12 +156,25 @@ def test_survivors_read_the_layers_that_they_lack(
     assert [(item["is_live"], item["lost_steps"]) for item in recovered] == [(True, 0)] * 2
 
 
+def test_what_a_callback_has_unfrozen_trains_on(tmp_path: Path) -> None:
+    """A rank is lost after the epoch began in which the base was unfrozen."""
+    expected = undisturbed(2, 36, make_module=partial(Unfrozen, is_planned=False))
+    assert len({round(loss, 3) for loss in expected[30:]}) > 3
+    options = {"num_steps": 36, "every": 100, "redundancy": 1, "num_stages": 2}
+    options["make_module"] = partial(Unfrozen, is_planned=True)
+    with playing(tmp_path / "run", NUM_RANKS, **options) as node:
+        node.wait_for_all(range(NUM_RANKS), 32)
+        node.strike(0)
+        node.let_go_on_to(36)
+        check_losses(node, expected)
+
+
 def test_what_was_unfrozen_trains_on_with_a_rank_that_joins_later(tmp_path: Path) -> None:
     """And goes on with it when another rank is lost. The joiner's script begins frozen."""
     num_steps = 44
-    expected = undisturbed(2, num_steps, make_module=partial(Unfrozen, is_planned=False))
+    expected = undisturbed(2, num_steps, make_module=partial(UnfrozenOnce, is_planned=False))
     options = {"num_steps": num_steps, "every": 100, "redundancy": 1}
-    options["make_module"] = partial(Unfrozen, is_planned=True)
+    options["make_module"] = partial(UnfrozenOnce, is_planned=True)
     with playing(tmp_path / "run", 2, **options) as node:
         node.wait_for_all((0,), 4)
         node.join("new")

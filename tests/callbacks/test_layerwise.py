@@ -1,4 +1,4 @@
-"""A checkpoint goes on under any plan, ownership and number of ranks, and on a single device."""
+"""A checkpoint goes on under any plan, ownership and number of ranks, and on one device."""
 
 import json
 import os
@@ -40,7 +40,7 @@ LEGS = [
     leg(2, UNEQUAL, redundancy=1),
     leg(4, TENSOR_PARALLEL, ownership="even"),
     leg(6, TURNED, ownership="parameter", redundancy=1),
-    leg(8),
+    leg(8, ALONE),
     leg(10, TENSOR_PARALLEL, redundancy=1),
     leg(12, owned(UNEQUAL, 0.1, 0.7, 0.2), ownership="memory"),
     leg(13, owned(UNEQUAL, 0.5, 0.0, 0.5), ownership="memory"),
@@ -204,7 +204,7 @@ def test_a_second_living_job_in_a_folder_is_refused_until_the_first_has_ended(
     lease.take()
     owner = json.loads((tmp_path / OWNER_FILE).read_text())
     # As if another process had taken it: the test runner, which lives.
-    owner["process"] = claims._process(os.getppid())
+    owner |= {"process": claims._process(os.getppid()), "membership": None}
     (tmp_path / OWNER_FILE).write_text(json.dumps(owner))
     with pytest.raises(CheckpointError, match="Another job writes its checkpoints"):
         train(None, 4, local_dir=tmp_path)

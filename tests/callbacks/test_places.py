@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from lightning_hetero.callbacks.checkpointing import places
-from lightning_hetero.callbacks.checkpointing.access import Leases
-from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places
+from lightning_hetero.callbacks.checkpointing.places import FinishedStep, Places, take_leases
 from lightning_hetero.checkpoint import (
     Peers,
     TierKind,
@@ -61,9 +60,9 @@ def test_what_failed_runs_left_in_memory_is_freed_after_a_week(tmp_path: Path) -
         assert node.memory_dir is not None
         for path in (node.memory_dir, *node.memory_dir.rglob("*")):
             os.utime(path, (eight_days_ago_s, eight_days_ago_s))
-    opened = Leases(own, Peers(), is_first_of_node=True)
-    opened.take()
-    opened.release()
+    _, leases = take_leases(own, Peers(), is_first_of_node=True)
+    for lease in leases:
+        lease.release()
     assert [node.memory_dir.exists() for node in (left, other, own)] == [False, True, True]
     assert main(["checkpoint", "prune", "--memory", "0"]) == 0
     assert not other.memory_dir.exists()
@@ -106,15 +105,16 @@ def test_two_machines_of_one_name_are_two_nodes(
 def test_whoever_leaves_or_can_not_enter_holds_no_place(tmp_path: Path) -> None:
     node = at(str(tmp_path / "remote"), str(tmp_path / "disk"))
     files = [tmp_path / name / OWNER_FILE for name in ("remote", "disk")]
-    leases = Leases(node, Peers(), is_first_of_node=True)
-    leases.take()
+    _, leases = take_leases(node, Peers(), is_first_of_node=True)
     assert all(file.exists() for file in files)
-    leases.raise_if_lost()
-    leases._leases[0]._taken_over_by = {"host": "thief"}
+    for lease in leases:
+        lease.raise_if_lost()
+    leases[0]._taken_over_by = {"host": "thief"}
     with pytest.raises(OccupiedError, match="thief"):
-        leases.raise_if_lost()
-    leases._leases[0]._taken_over_by = None
-    leases.release()
+        leases[0].raise_if_lost()
+    leases[0]._taken_over_by = None
+    for lease in leases:
+        lease.release()
     assert not any(file.exists() for file in files)
 
 

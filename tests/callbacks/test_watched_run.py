@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_hetero.callbacks import ElasticRestart, elastic
-from lightning_hetero.callbacks.watching.watched_run import PlainRun
+from lightning_hetero.callbacks.watching.watched_run import WatchedRun
 from lightning_hetero.straggler import DecisionKind, Finding, FindingKind, Mitigation
 from lightning_hetero.straggler.mitigation import Decision
 
@@ -15,13 +15,17 @@ LINKS = [Finding(kind=FindingKind.LINK, ranks=ranks, ratio=5.0) for ranks in ((0
 NODES = (0, 0, 1, 1, 2, 2)
 
 
-def run_of(rank: int, nodes: tuple[int, ...] = NODES) -> tuple[ElasticRestart, PlainRun]:
+def run_of(rank: int, nodes: tuple[int, ...] = NODES) -> tuple[ElasticRestart, WatchedRun]:
     callback = ElasticRestart()
-    callback._checkpoint = SimpleNamespace(node_of_rank=nodes)
+    callback._run = SimpleNamespace(
+        checkpoints=[SimpleNamespace(node_of_rank=nodes)], restarters=[callback]
+    )
     callback._global_rank = rank
-    strategy = SimpleNamespace(root_device=torch.device("cpu"))
-    trainer = SimpleNamespace(strategy=strategy, world_size=len(NODES))
-    return callback, PlainRun(trainer, [callback])
+    strategy = SimpleNamespace(
+        root_device=torch.device("cpu"), run=callback._run, plan=None, datamodule=None
+    )
+    trainer = SimpleNamespace(world_size=len(NODES))
+    return callback, WatchedRun(trainer, strategy)
 
 
 @pytest.mark.parametrize("findings", [SLOW, LINKS], ids=["device", "two links of one rank"])

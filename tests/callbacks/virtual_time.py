@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from examples import slow_parts
 from lightning_hetero import HeteroStrategy, testing
 from lightning_hetero.callbacks import run_metrics
 from lightning_hetero.callbacks.watching import session, step_times
@@ -47,7 +46,7 @@ class VirtualTime(L.Callback):
         self.action_s = _CPU_S
         self.num_layers = 0
         """Of the model, if an action takes about a millisecond for each; 0: it takes one."""
-        timed = (clock, testing, step_times, probe, run_metrics, session, slow_parts)
+        timed = (clock, testing, step_times, probe, run_metrics, session)
         for module in timed:
             patch.setattr(module, "time", self)
         for kind in (clock.ComputeClock, testing.EmulatedClock):
@@ -95,9 +94,7 @@ class VirtualTime(L.Callback):
         strategy = trainer.strategy
         # A rank that died is named by the strategy, wherever the others wait for it.
         watched = (
-            strategy._processes.watching()
-            if isinstance(strategy, HeteroStrategy)
-            else nullcontext()
+            strategy.processes.watching() if isinstance(strategy, HeteroStrategy) else nullcontext()
         )
         if dist.is_initialized():
             with watched:

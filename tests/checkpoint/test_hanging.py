@@ -182,7 +182,7 @@ def test_a_tier_that_hangs_is_its_own_failure_in_a_recovery(hangs: str) -> None:
         assert_is_state(recovered, needs[rank], 2)
     if hangs == "read":
         assert results[0] is not None
-        assert any("made no progress" in text for text in results[0].report.failures)
+        assert any("made no progress" in text for text in results[0].failures)
 
 
 @pytest.mark.parametrize("side", ["reads", "writes"])

@@ -92,7 +92,7 @@ def test_sigkill_never_loses_or_tears_a_committed_checkpoint(fast_path: Path) ->
                 assert step >= committed[name], name
                 if recovered is not None:
                     assert_is_state(recovered, needs, step)
-                    assert recovered.report.failures == ()
+                    assert recovered.failures == ()
                 first = max(first, step + 1)
     finally:
         server.kill()

@@ -61,8 +61,8 @@ def test_whoever_is_left_has_the_last_step_bit_for_bit(
         # Its own random numbers, and checkpoints from now on are newer than those of before.
         assert found.rank_metadata is not None
         assert found.rank_metadata["rank"] == left[new_rank]
-        assert found.report.attempt == 1
-        assert set(found.report.bytes_by_source) <= {Source.OWN_MEMORY, Source.PEER_MEMORY}
+        assert found.attempt == 1
+        assert set(found.bytes_by_source) <= {Source.OWN_MEMORY, Source.PEER_MEMORY}
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -79,7 +79,7 @@ def test_newcomers_get_theirs_from_the_others_under_any_plan(name: str) -> None:
         assert isinstance(found, Recovered)
         is_new = states[rank] is None
         assert (found.rank_metadata is None) == is_new
-        assert not is_new or set(found.report.bytes_by_source) <= {Source.PEER_MEMORY}
+        assert not is_new or set(found.bytes_by_source) <= {Source.PEER_MEMORY}
 
 
 def test_what_a_rank_keeps_itself_does_not_travel() -> None:
@@ -89,12 +89,12 @@ def test_what_a_rank_keeps_itself_does_not_travel() -> None:
     states = [LiveState(content=part, generation=0) for part in parts]
     (found,) = recover_all([states[1]])
     assert isinstance(found, Recovered)
-    assert set(found.report.bytes_by_source) == {Source.OWN_MEMORY}
+    assert set(found.bytes_by_source) == {Source.OWN_MEMORY}
     both = recover_all([*states, None], ownership=Ownership.EVEN)
     for rank, item in enumerate(both):
         assert isinstance(item, Recovered)
         source = Source.PEER_MEMORY if rank == 2 else Source.OWN_MEMORY
-        assert set(item.report.bytes_by_source) == {source}
+        assert set(item.bytes_by_source) == {source}
 
 
 def test_ranks_that_do_not_go_together_say_why_alike() -> None:

@@ -79,7 +79,7 @@ def test_each_source_is_taken_only_when_no_cheaper_one_is_left() -> None:
         assert_is_state(results[0], needs[0], 5)
         assert results[0] is not None
         # The metadata is rank 0's, so for rank 0 everything is its own.
-        return set(results[0].report.bytes_by_source)
+        return set(results[0].bytes_by_source)
 
     assert sources() == {Source.OWN_MEMORY}
     nodes.memory["a"].files.clear()

@@ -81,7 +81,7 @@ def test_the_next_older_checkpoint_is_taken_when_the_newest_is_corrupt_everywher
         recovered = results[rank]
         assert_is_state(recovered, needs[rank], 2)
         assert recovered is not None
-        assert "layer-0002" in recovered.report.skipped[0]
+        assert "layer-0002" in recovered.skipped[0]
     with pytest.raises(CheckpointError, match="layer-0002") as caught:
         recover_all(nodes, ["a", "b"], needs, step=4)
     for place in ("a/memory", "a/disk", "remote", "step 4"):

@@ -69,7 +69,7 @@ def test_what_is_saved_while_a_place_cannot_be_read_is_newer_than_what_is_there(
     assert_is_state(recovered, needs, 4)
     nodes.remote = remote
     assert recovered is not None
-    again = replace(run, step=6, attempt=recovered.report.attempt)
+    again = replace(run, step=6, attempt=recovered.attempt)
     save_all(nodes, ["a"], [replace(contents(6, plan, size)[0], id=again)])
     assert_is_state(recover_all(nodes, ["a"], [needs])[0], needs, 6)
 
@@ -85,7 +85,7 @@ def test_a_run_that_went_back_is_newer_than_the_one_it_left() -> None:
     recovered = recover_all(nodes, ["a"], [needs])[0]
     assert_is_state(recovered, needs, 5)
     assert recovered is not None
-    assert recovered.report.attempt == 2
+    assert recovered.attempt == 2
     for step in (6, 7):
         save_all(nodes, ["a"], contents(step, plan, size, attempt=attempt))
     folders = {name.split("/")[0][-8:] for name in nodes.disk["a"].files if "/" in name}

@@ -103,7 +103,7 @@ def test_a_checkpoint_goes_through_s3(s3_options: dict[str, Any]) -> None:
     recovered = recover(needs, tiers())
     assert_is_state(recovered, needs, 2)
     assert recovered is not None
-    assert set(recovered.report.bytes_by_source) == {Source.REMOTE}
+    assert set(recovered.bytes_by_source) == {Source.REMOTE}
 
 
 def test_removing_the_last_file_removes_the_folder_and_leftovers(tmp_path: Path) -> None:

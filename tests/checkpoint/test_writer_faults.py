@@ -13,7 +13,6 @@ from lightning_hetero.checkpoint import (
     Peers,
     Tier,
     TierKind,
-    WriterOptions,
 )
 from lightning_hetero.checkpoint.manifest import Buffer
 from lightning_hetero.core.errors import CheckpointError, PeerError
@@ -112,18 +111,6 @@ def test_training_ends_on_all_ranks_only_when_no_lasting_place_takes_any_for_too
         tiers.append([memory, disk(store), remote(store)])
     with pytest.raises(CheckpointError, match=r"No lasting place.*answered 500"):
         write(tiers, save, lasting_within_s=within_s)
-
-
-def test_what_does_not_read_back_after_the_last_save_is_not_safe() -> None:
-    store = MemoryStore()
-    writer = CheckpointWriter([disk(store)], options=WriterOptions(stall_s=5.0))
-    writer.save(contents(1, PLAN, SIZE)[0]).wait_until_confirmed(20)
-    name = next(name for name in store.files if "layer-0002" in name)
-    del store.files[name]
-    for _ in range(2):
-        with pytest.raises(CheckpointError, match="No lasting place") as told:
-            writer.close()
-        assert "wasn't awaited" not in str(told.value)
 
 
 def test_a_state_that_is_not_finite_or_cannot_be_encoded_on_one_rank_replaces_none() -> None:

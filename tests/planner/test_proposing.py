@@ -22,12 +22,7 @@ from lightning_hetero.core.profile import TimeFit
 from lightning_hetero.planner import CandidateOptions, CandidatePlans, plan_costs, propose_plans
 from lightning_hetero.planner.proposing.pipeline_costs import util_len, with_budgets
 from lightning_hetero.planner.proposing.proposal import draw_iteration, estimate_plans, propose
-from lightning_hetero.planner.proposing.relaxation import (
-    Scheme,
-    SchemeTable,
-    SequenceRuns,
-    fractional_s,
-)
+from lightning_hetero.planner.proposing.schemes import Scheme, work_lower_bound_s
 from lightning_hetero.simulator import RooflineCost, simulate
 from tests.assign.cases import cost
 from tests.planner.every_plan import tiny_cluster, tiny_model
@@ -142,45 +137,6 @@ def long_tail(count: int = 4000) -> np.ndarray:
     return np.clip(draws, 16, LONGEST).astype(np.int64)
 
 
-def dynamic_programme_s(runs: SequenceRuns, schemes: SchemeTable, steps: int) -> float:
-    """Solve the paper's Eq. 4 on a grid of 1/steps of a device, by looking at every transition."""
-    num_runs, num_schemes = runs.work_s.shape
-    sums_s = np.concatenate([np.zeros((1, num_schemes)), np.cumsum(runs.work_s, axis=0)])
-    units = int(schemes.available[0]) * steps
-    table = np.full((units + 1, num_runs + 1), np.inf)
-    table[:, 0] = 0.0
-    for n, high in itertools.product(range(1, units + 1), range(1, num_runs + 1)):
-        best = table[n - 1, high]
-        for k, low, used in itertools.product(range(num_schemes), range(high), range(1, n + 1)):
-            # The longest sequences come first.
-            if runs.least[low] <= runs.table.max_len[k]:
-                pipelines = used / steps / schemes.devices[k, 0]
-                work_s = (sums_s[high, k] - sums_s[low, k]) / pipelines
-                best = min(best, max(table[n - used, low], work_s))
-        table[n, high] = best
-    return float(table[units, num_runs])
-
-
-def test_the_linear_programme_is_the_limit_of_the_papers_dynamic_programme() -> None:
-    rows = [(1, 3e-4, 1000, 1), (2, 1.8e-4, 3000, 1), (4, 1e-4, 9000, 2)]
-    table = SchemeTable(
-        [
-            Scheme(
-                cost=cost(a=2e-9, b=b, c=0.0, max_len=limit, num_stages=stages),
-                devices=(("gpu", n),),
-            )
-            for n, b, limit, stages in rows
-        ],
-        {"gpu": 4},
-    )
-    lengths = np.repeat([8000, 2500, 900, 300], [1, 3, 9, 20])
-    runs, least_s = SequenceRuns.of(lengths, table.table), fractional_s(lengths, table)
-    coarse_s, fine_s = (dynamic_programme_s(runs, table, steps) for steps in (2, 8))
-    assert least_s <= fine_s * (1 + 1e-9) <= coarse_s * (1 + 1e-9)
-    assert fine_s <= least_s * 1.1
-    assert fractional_s(np.array([9001]), table) == np.inf
-
-
 def test_an_estimate_is_near_the_assignment_and_infinite_where_a_sequence_fits_nowhere() -> None:
     options = schemes()
     costs = [scheme.cost for scheme in options]
@@ -192,6 +148,12 @@ def test_an_estimate_is_near_the_assignment_and_infinite_where_a_sequence_fits_n
         for estimate_s, drawn in zip(row, iterations, strict=True):
             assigned_s = assign_iteration(drawn, [pipelines]).latency_s
             assert estimate_s == pytest.approx(assigned_s, rel=0.15)
+            bound_s = work_lower_bound_s(drawn, options, {"gpu": 4 + 4 + 8 + 8})
+            assert 0 < bound_s <= assigned_s
+    assert work_lower_bound_s(np.array([9000]), options, {"gpu": 3}) == np.inf
+    mixed = [Scheme(cost=costs[0], devices=(("gpu", 1), ("slow", 1)))]
+    alone_s = mixed[0].cost.latency_s(float(sequence_times_s(np.array([900]), costs[0])[0]), 1)
+    assert work_lower_bound_s(np.array([900]), mixed, {"gpu": 1, "slow": 1}) == alone_s
     few = [np.array([9000, 100]), np.array([100])]
     values = estimate_plans(few, np.array([[2, 0, 0, 0], [0, 0, 1, 0]]), costs)
     assert np.isinf(values).tolist() == [[True, False], [False, False]]

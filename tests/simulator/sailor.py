@@ -21,6 +21,7 @@ import datetime
 import functools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +43,25 @@ SPECS = {
     "RTX-3090": (71e12, 24, 936e9),
     "RTX-2080": (81e12, 8, 448e9),
     "Titan-RTX": (130e12, 24, 672e9),
+    "A100-40": (312e12, 40, 1555e9),
+    "A100-80": (312e12, 80, 2039e9),
+    "V100-16": (125e12, 16, 900e9),
 }
-MODELS = {"OPT-350": "opt-350m"}
+MODELS = {"OPT-350": "opt-350m", "GPT-Neo-2.7": "gpt-neo-2.7b"}
+# Not in the package's table of models.
+OPT_30B = ModelSpec(
+    name="opt-30b",
+    num_layers=48,
+    hidden_size=7168,
+    intermediate_size=28672,
+    num_heads=56,
+    num_kv_heads=56,
+    vocab_size=50272,
+    gated_mlp=False,
+    tied_embeddings=True,
+    biases=True,
+    max_positions=2048,
+)
 # fp32 weights and gradients; two Adam moments and the flat copies that DeepSpeed makes of weights
 # and gradients.
 LAYOUT = StateLayout(
@@ -163,7 +181,7 @@ class SailorCost(ProfileCost):
 def load_run(path: Path) -> MeasuredRun:
     """Read one measured plan."""
     data = json.loads(path.read_text())
-    builder = _PlanBuilder()
+    builder = _PlanBuilder(data.get("N"))
     pipelines = [
         builder.add_pipeline(entry, replica)
         for entry in data["pipeline_list"]
@@ -186,7 +204,7 @@ def load_run(path: Path) -> MeasuredRun:
 
 def load_profile(model_name: str, devices: set[str]) -> Profile:
     """Read the measured times of a model on some device types."""
-    model = ModelSpec.load(MODELS[model_name])
+    model = OPT_30B if model_name == "OPT-30" else ModelSpec.load(MODELS[model_name])
     memory = _load("layer_memory.json")[model_name]
     return Profile(
         model=model,
@@ -210,12 +228,29 @@ def load_profile(model_name: str, devices: set[str]) -> Profile:
     )
 
 
+def sailor_cluster(counts: dict[str, int], *, devices_per_node: int) -> Cluster:
+    """Return so many devices of each type in equal nodes; links are the cost's business."""
+    per_node = devices_per_node
+    return cluster_of(
+        [(name, per_node) for name, count in counts.items() for _ in range(count // per_node)]
+    )
+
+
+def cluster_of(nodes: Sequence[tuple[str, int]]) -> Cluster:
+    """Return the cluster of nodes given as (device, count); links are the cost's business."""
+    builder = _PlanBuilder(None)
+    for device, count in nodes:
+        builder.add_node(device, count)
+    return builder.cluster()
+
+
 class _PlanBuilder:
     """Numbers ranks node by node as a plan's stages and replicas name them."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_nodes: int | None) -> None:
         self._nodes: list[tuple[str, int]] = []
         self._free: list[int] = []
+        self._num_nodes = num_nodes
 
     def add_pipeline(
         self, entry: dict[str, Any], replica: int
@@ -263,14 +298,19 @@ class _PlanBuilder:
             ),
         )
 
+    def add_node(self, device: str, count: int) -> None:
+        """Add a node with all devices free."""
+        self._nodes.append((device, count))
+        self._free.append(count)
+
     def _take(self, device: str, count: int, tp_degree: int) -> tuple[int, int]:
         for node, (name, size) in enumerate(self._nodes):
             if name == device and self._free[node] >= tp_degree:
                 first = size - self._free[node]
                 self._free[node] -= tp_degree
                 return node, first
-        self._nodes.append((device, count))
-        self._free.append(count - tp_degree)
+        self.add_node(device, count)
+        self._free[-1] -= tp_degree
         return len(self._nodes) - 1, 0
 
 

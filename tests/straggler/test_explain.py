@@ -132,6 +132,27 @@ def test_a_pause_costs_as_much_whatever_it_interrupts():
     assert shares["pauses"] == pytest.approx(truth, abs=0.1)
 
 
+def test_of_a_batch_of_messages_only_the_last_takes_all_its_time():
+    # Stage 1 exchanges with both neighbours at once, and stage 2 comes late.
+    names = ["forward-send", "backward-recv"], ["forward-recv", "backward-send"]
+    rows = []
+    for step in range(4):
+        late_s = 3.0 if step else 1.0
+        ends_s = (1.0, 1.01), (1.0, late_s + 0.01), (late_s, late_s + 0.01)
+        for stage, (begin_s, end_s) in enumerate(ends_s):
+            transfers = [*(names[0] if stage < 2 else ()), *(names[1] if stage else ())]
+            place = step, stage, 0, stage
+            rows += [(*place, f"{n}-compute", 0.0, begin_s) for n in ("forward", "backward")]
+            rows += [(*place, name, begin_s, end_s - begin_s) for name in transfers]
+    keys = ["step", "rank", "dp_rank", "stage", "optype", "start_ts", "duration"]
+    columns = {key: np.array(v) for key, v in zip(keys, zip(*rows, strict=True), strict=True)}
+    columns["mb_id"] = np.zeros(len(rows), int)
+    replay = Replay.build(OperationTrace.from_columns(columns))
+    transfers = np.flatnonzero(replay.trace.are(*names[0], *names[1]))
+    assert replay.own_s[transfers] == pytest.approx(0.01)
+    assert replay.step_s(replay.own_s, replay.gap_s) == pytest.approx(replay.observed_s())
+
+
 @pytest.mark.parametrize("unit_s", [1.0, 1e-3, 1e-6, 1e-9])
 def test_a_trace_means_the_same_in_any_unit_order_and_with_an_incomplete_step(unit_s):
     columns = Planted(slow_rank=(5, 1.8)).columns()

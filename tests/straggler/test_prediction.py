@@ -15,9 +15,9 @@ from lightning_hetero.exchange.slices import Ownership, ParameterSpec
 from lightning_hetero.exchange.transfers import TransferTable
 from lightning_hetero.straggler import Finding, FindingKind, Mitigation
 from lightning_hetero.straggler.mitigation import find_mitigations, mitigation_of
+from lightning_hetero.straggler.paces import Observation
 from lightning_hetero.straggler.prediction import (
     MeasuredRun,
-    PlaceTimes,
     RunPrediction,
     move_ranks,
     true_causes,
@@ -49,7 +49,7 @@ def measured(plan: ParallelPlan, count: int = 8, **options) -> MeasuredRun:
         "plan": plan,
         "counts": (count,) * plan.num_pipelines,
         "iteration_s": 10.0,
-        "places": {rank: PlaceTimes(forward_s=0.3, backward_s=0.7) for rank in range(4)},
+        "places": {rank: Observation(step=0, forward_s=0.3, backward_s=0.7) for rank in range(4)},
         "probe_s": {},
         "link_s_per_byte": 1e-5,
         "hidden_bytes": 100,
@@ -117,8 +117,8 @@ def cut_as(plan: ParallelPlan) -> list[list[int]]:
 @pytest.mark.parametrize("head_s", [0.0, 0.5, 1.0])
 def test_stages_are_cut_anew_for_slow_ranks_and_for_what_the_last_stage_has_besides(head_s):
     plan = even(2, world_size=2)
-    last = PlaceTimes(forward_s=0.3 + 0.3 * head_s, backward_s=0.7 + 0.7 * head_s)
-    facts = measured(plan, places={0: PlaceTimes(forward_s=0.3, backward_s=0.7), 1: last})
+    last = Observation(step=0, forward_s=0.3 + 0.3 * head_s, backward_s=0.7 + 0.7 * head_s)
+    facts = measured(plan, places={0: Observation(step=0, forward_s=0.3, backward_s=0.7), 1: last})
     # A layer takes half a second.
     for ratio, rank in ((3.0, 0), (1.0, 0), (3.0, 1)):
         slowness = slow((rank, ratio)) if ratio > 1 else []
@@ -160,7 +160,7 @@ def test_a_data_module_gives_every_pipeline_the_same_time_and_its_plans_change_a
 def test_a_rank_that_takes_a_faster_ones_place_takes_its_own_time_there_and_is_given_less():
     """What micro-batches weigh in a place isn't the rank's doing."""
     places = {
-        rank: PlaceTimes(forward_s=0.3 * work, backward_s=0.7 * work, work=work)
+        rank: Observation(step=0, forward_s=0.3 * work, backward_s=0.7 * work, work=work)
         for rank, work in enumerate((1.0, 2.0, 1.0, 2.0))
     }
     probe_s = {0: 1.0, 1: 3.0, 2: 1.0, 3: 3.0}

@@ -62,7 +62,7 @@ def test_slowdowns_multiply_while_they_hold_and_end_with_training() -> None:
         (lambda: EmulatedDevices((1.0, 2.0)), "hetero", "2 slowdowns but 1 ranks"),
         (lambda: SlowRank(start=-1, global_rank=0, slowdown=2.0), "hetero", "start"),
         (lambda: SlowRank(start=0, global_rank=1, slowdown=2.0), "hetero", "rank 1 but 1 ranks"),
-        (lambda: SlowLink(start=0, ranks=(0, 0), latency_s=1.0), "auto", "can't be delayed"),
+        (lambda: SlowLink(start=0, ranks=(0, 0), latency_s=1.0), "auto", "need HeteroStrategy"),
     ],
 )
 def test_what_cannot_be_played_is_refused(make, strategy, said) -> None:

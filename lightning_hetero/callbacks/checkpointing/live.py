@@ -112,7 +112,7 @@ class LiveSteps:
     def note_step(self, trainer: pl.Trainer) -> None:
         """Note the end of a step, where a checkpoint would be saved; doesn't communicate."""
         strategy = run_of(trainer).strategy
-        if strategy is None or not strategy.processes.outlives_ranks:
+        if not strategy.processes.outlives_ranks:
             return
         # At this point all ranks have ended a step since the last recovery.
         self.state, self._ended = _NO_STEP, None
@@ -134,7 +134,6 @@ class LiveSteps:
 
     def _note(self, trainer: pl.Trainer) -> _Noted:
         strategy = run_of(trainer).strategy
-        assert strategy is not None
         if hooks_that_save(trainer):
             metadata = dump_metadata(trainer, OwnedState(trainer))
         else:
@@ -157,7 +156,6 @@ class LiveSteps:
         if isinstance(self._noted, str):
             return False
         strategy = run_of(trainer).strategy
-        assert strategy is not None
         return not serve_without(strategy.engine.store.slices, leaving).missing
 
     def keep(self, trainer: pl.Trainer, start: CheckpointId, generation: int) -> bool:
@@ -189,7 +187,6 @@ class LiveSteps:
         self, trainer: pl.Trainer, noted: _Noted, start: CheckpointId, generation: int
     ) -> LiveState | str:
         strategy = run_of(trainer).strategy
-        assert strategy is not None
         if strategy.num_changes != noted.num_changes:
             return _IN_STEP
         if not strategy.engine.comms.step_end.is_reached:

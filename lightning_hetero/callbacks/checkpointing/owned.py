@@ -1,9 +1,7 @@
 """Read and write the state that one rank owns: slices, their optimizer state and averages.
 
-Under `HeteroStrategy` this is the state of the rank's master slices; on a single device every
-parameter is one slice. A rank also recovers the rows that it keeps as a standby, but doesn't save
-them. Checkpoints contain nothing else that depends on the plan, so they can be read under any other
-plan, or on one device (AutoHet §IV-C).
+A rank also recovers the rows that it keeps as a standby, but doesn't save them. Checkpoints contain
+nothing else that depends on the plan, so they can be read under any other plan (AutoHet §IV-C).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -22,15 +19,11 @@ from lightning_hetero.checkpoint.content import OF_CALLBACKS, optimizer_state_di
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.exchange.slices import Interval, Ownership, ParameterSpec, kept_rows
 from lightning_hetero.exchange.transfers import unit_of
-from lightning_hetero.runtime.setup.layout import ModelLayout
 from lightning_hetero.runtime.slices.weights import local_rows, narrow_rows
 from lightning_hetero.strategy.run import run_of
 
 if TYPE_CHECKING:
     from torch.optim.swa_utils import AveragedModel
-
-    from lightning_hetero.core.plan import ParallelPlan
-    from lightning_hetero.runtime.iteration.engine import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,46 +54,23 @@ class OwnedState:
         trainer: A trainer whose strategy has been set up.
 
     Raises:
-        ConfigurationError: The strategy, or a callback, keeps state that can't be saved in slices.
+        ConfigurationError: A callback keeps state that can't be saved in slices.
     """
 
     def __init__(self, trainer: pl.Trainer) -> None:
-        strategy, hetero = trainer.strategy, run_of(trainer).strategy
-        self.plan: ParallelPlan | None = None
-        self._engine: Engine | None = None
-        self._keeps_whole = False
-        if hetero is not None:
-            engine = hetero.engine
-            engine.settle()  # Raises if the last iteration's sums are bad: they mustn't be saved.
-            layout, store = engine.layout, engine.store
-            self.plan = engine.plan
-            self._engine = engine
-            self._keeps_whole = engine.config.ownership is Ownership.PARAMETER
-            self._all = tuple(
-                OwnedSlice(
-                    spec=spec,
-                    kept=store.kept[name],
-                    owned=store.owned[name],
-                    parameter=store.masters[name],
-                )
-                for name, spec in store.specs.items()
+        self._engine = engine = run_of(trainer).strategy.engine
+        engine.settle()  # Raises if the last iteration's sums are bad: they mustn't be saved.
+        layout, store = engine.layout, engine.store
+        self.plan = engine.plan
+        self._all = tuple(
+            OwnedSlice(
+                spec=spec,
+                kept=store.kept[name],
+                owned=store.owned[name],
+                parameter=store.masters[name],
             )
-        elif isinstance(strategy, SingleDeviceStrategy):
-            layout = ModelLayout.of(trainer.lightning_module)
-            self._all = tuple(
-                OwnedSlice(
-                    spec=spec,
-                    kept=((0, spec.cut_length),),
-                    owned=((0, spec.cut_length),),
-                    parameter=layout.slots[spec.name][0].current,
-                )
-                for spec in layout.specs
-            )
-        else:
-            raise ConfigurationError(
-                f"LayerwiseCheckpoint doesn't know how {type(strategy).__name__} spreads a model. "
-                "Use HeteroStrategy, or a single device."
-            )
+            for name, spec in store.specs.items()
+        )
         self.slices = tuple(
             item for item in self._all if any(stop > start for start, stop in item.kept)
         )
@@ -109,24 +79,22 @@ class OwnedState:
         self.optimizers: Sequence[Optimizer] = trainer.optimizers
         self._averages = tuple(model.module for model in average_models(trainer))
 
-    def contents(self) -> tuple[SliceContent, ...]:
-        """Return the slices to save; their tensors are the originals, not copies."""
+    def contents(self, *, with_standbys: bool = False) -> tuple[SliceContent, ...]:
+        """Return the slices to save, or all that are kept; their tensors are the originals."""
         with torch._C.DisableTorchFunctionSubclass():  # Plain tensors, not those that hooks get.
-            return tuple(self._content(item, *rows) for item in self.slices for rows in item.owned)
-
-    def kept_contents(self) -> tuple[SliceContent, ...]:
-        """Return the slices that this rank keeps, as owner or standby."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return tuple(self._content(item, *rows) for item in self.slices for rows in item.kept)
+            return tuple(
+                self._content(item, *rows)
+                for item in self.slices
+                for rows in (item.kept if with_standbys else item.owned)
+            )
 
     def needs(self) -> list[SliceNeed]:
         """Return the slices to recover: those kept here, and shares of weights without owners."""
         kept = [(item.spec, item.kept) for item in self.slices]
-        if self._engine is not None:
-            store = self._engine.store
-            specs = [store.specs[name] for name in store.frozen.sources]
-            slices = store.frozen.find_owners(specs)
-            kept += [(spec, kept_rows(slices[spec.name], store.global_rank)) for spec in specs]
+        store = self._engine.store
+        specs = [store.specs[name] for name in store.frozen.sources]
+        slices = store.frozen.find_owners(specs)
+        kept += [(spec, kept_rows(slices[spec.name], store.global_rank)) for spec in specs]
         return [
             SliceNeed(spec.name, spec.shape, spec.cut_dim, rows, not spec.requires_grad)
             for spec, rows in kept
@@ -147,8 +115,6 @@ class OwnedState:
 
     def frozen_fingerprints(self) -> dict[str, int]:
         """Return a hash of each weight without owners, by which a restart can compare it."""
-        if self._engine is None:
-            return {}
         store = self._engine.store
         return {name: store.frozen.fingerprint(store.specs[name]) for name in store.frozen.sources}
 
@@ -169,7 +135,7 @@ class OwnedState:
                     "model, or build the module from the same seed."
                 )
         names = [name for name in own if name not in saved]
-        if names and self._engine is not None:
+        if names:
             self._engine.plans.thaw(names)
         return bool(names)
 
@@ -258,7 +224,7 @@ class OwnedState:
         """
         bases = type(optimizer).__mro__ if optimizer is not None else ()
         known = any(b is not Optimizer and b.__module__.startswith("torch.optim.") for b in bases)
-        return self._keeps_whole and not known
+        return self._engine.config.ownership is Ownership.PARAMETER and not known
 
     def _averages_of(self, item: OwnedSlice) -> dict[str, Tensor]:
         """Return this slice of the module's copies that weight averaging maintains."""

@@ -1,4 +1,7 @@
-"""The places where a node keeps its checkpoints, and the report of what a recovery found in them.
+"""The places where a node keeps its checkpoints, who may write there, and what was found in them.
+
+A *lease* of a place is a file there that keeps other jobs from writing to it. Ranks take the leases
+of their places before they recover or save.
 
 Shared memory holds the newest checkpoint, for the run's own restart, and is freed when the run
 ends. If a run fails and never restarts, what it left there is freed by this user's next run, once
@@ -33,11 +36,13 @@ from lightning_hetero.checkpoint import (
     TierKind,
     open_store,
 )
-from lightning_hetero.checkpoint.store import local_folder
+from lightning_hetero.checkpoint.claims import Lease
+from lightning_hetero.checkpoint.serving import own_host
+from lightning_hetero.checkpoint.store import check_store, local_folder
 from lightning_hetero.checkpoint.tiers import checkpoints_in
 from lightning_hetero.core.errors import ConfigurationError
-from lightning_hetero.core.process import machine_namespace, write_whole
-from lightning_hetero.strategy.run import note
+from lightning_hetero.core.process import Progress, machine_namespace, write_whole
+from lightning_hetero.strategy.run import note, run_of
 
 _log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
@@ -203,6 +208,81 @@ def _make_own_folder() -> None:
     folder.chmod(0o700)
 
 
+def take_leases(
+    places: Places, peers: Peers, *, is_first_of_node: bool, tidies: bool = True
+) -> tuple[list[Tier], list[Lease]]:
+    """Take the leases of the places that this rank maintains; return the node's tiers, and those.
+
+    Every rank calls it. Communicates.
+
+    Args:
+        places: This node's places.
+        peers: All ranks.
+        is_first_of_node: Whether this rank maintains its node's places for all ranks of the node.
+        tidies: Whether to remove files of earlier runs; once per start, as it may take long.
+
+    Raises:
+        CheckpointError: A place can't be used, or another job uses it; all ranks raise it.
+    """
+    leases: list[Lease] = []
+
+    def take(progress: Progress) -> list[Tier]:
+        own_memory = places.memory_dir
+        if is_first_of_node and tidies and own_memory is not None:
+            for folder in free_memory(spared=own_memory):
+                _log.warning("Freed shared memory in %s, which an old run had left.", folder)
+        tiers = places.tiers()
+        for tier in tiers:
+            is_own = tier.is_maintained_by(peers.global_rank, is_first_of_node=is_first_of_node)
+            if is_own and tier.kind is not TierKind.MEMORY:
+                progress.refuse_if_late()
+                leases.append(Lease(tier.store, shared=tier.kind is TierKind.REMOTE))
+                leases[-1].take()
+        return tiers
+
+    # Other ranks wait while one checks whether the owner of a lease is alive, or while storage is
+    # slow.
+    try:
+        taking, _ = peers.do(take)
+    except BaseException:
+        for lease in leases:
+            lease.release()
+        raise
+    return taking.result(), leases
+
+
+def probe(places: Places, peers: Peers, *, is_first_of_node: bool) -> None:
+    """Check that the remote store, if there is one, accepts checkpoints; every rank calls it.
+
+    Communicates.
+
+    Raises:
+        CheckpointError: It doesn't; all ranks raise it.
+    """
+
+    def ask(_: Progress) -> None:
+        if places.path_or_url is not None and is_first_of_node:
+            check_store(places.path_or_url, writes=True, **places.storage_options)
+
+    peers.do(ask)
+
+
+def peers_of(trainer: pl.Trainer, timeout_s: float) -> Peers:
+    """Return the ranks of this fit; after losses this rank may be the only one."""
+    if trainer.world_size == 1:
+        return Peers(timeout_s=timeout_s)
+    processes = run_of(trainer).strategy.processes
+    store, host = processes.open_store("checkpoints")
+    return Peers(
+        store,
+        global_rank=trainer.global_rank,
+        world_size=trainer.world_size,
+        timeout_s=timeout_s,
+        is_over=processes.comms.is_aborted,
+        host=own_host(host),
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Found:
     """The state from which a fit continues."""
@@ -229,7 +309,7 @@ def report_recovery(
     recovered, begins = found.recovered, [*phases.values(), time.time()]
     spans = zip(phases, pairwise(begins), strict=True)
     seconds = {name: end - begin for name, (begin, end) in spans}
-    own = [[int(source), count] for source, count in recovered.report.bytes_by_source.items()]
+    own = [[int(source), count] for source, count in recovered.bytes_by_source.items()]
     rows = peers.gather({"bytes": own, "finished": places.last_finished()})
     sources: Counter[Source] = Counter()
     for row in rows:
@@ -247,7 +327,7 @@ def report_recovery(
         lost = f" {lost_steps} steps lost;"
     took = ", ".join(f"{value:.2f} s to {name}" for name, value in seconds.items())
     rank_zero_info(
-        f"LayerwiseCheckpoint: {replace(recovered.report, bytes_by_source=sources)};{lost} "
+        f"LayerwiseCheckpoint: {replace(recovered, bytes_by_source=sources)};{lost} "
         f"{took}; {trainer.world_size} ranks, {recovered.world_size} had saved it."
     )
     note(

@@ -6,13 +6,12 @@ everything can be read with `weights_only=True`, so no objects are pickled.
 
 import warnings
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loops.evaluation_loop import RestartStage
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -45,7 +44,7 @@ def content_of(
         global_rank=trainer.global_rank,
         world_size=trainer.world_size,
         num_layers=owned.num_layers,
-        slices=owned.kept_contents() if with_standbys else owned.contents(),
+        slices=owned.contents(with_standbys=with_standbys),
         metadata=metadata,
         rank_metadata=RandomState.now().to_dict(),
         plan=owned.plan,
@@ -57,9 +56,8 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
 
     Called by every rank; communicates if buffers have changed.
     """
-    strategy = run_of(trainer).strategy
-    if strategy is not None:
-        strategy.engine.buffers.share()
+    engine = run_of(trainer).strategy.engine
+    engine.buffers.share()
     module: Any = trainer.lightning_module
     metadata: dict[str, Any] = {
         "epoch": trainer.current_epoch,
@@ -70,7 +68,7 @@ def dump_metadata(trainer: pl.Trainer, owned: OwnedState) -> dict[str, Any]:
         "optimizer_states": owned.optimizer_groups(),
         _OWN: {
             "averages": [dict(average.named_buffers()) for average in average_models(trainer)],
-            "seed": 0 if strategy is None else strategy.engine.config.seed,
+            "seed": engine.config.seed,
             "frozen": owned.frozen_fingerprints(),
             "trains": _changed_freezing(trainer, owned),
         },
@@ -131,16 +129,9 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
         # Averages are recovered with the slices, not from their callback's entries.
         warnings.filterwarnings("ignore", "The checkpoint was not created with WeightAveraging")
     strategy, connector = run_of(trainer).strategy, trainer._checkpoint_connector
-    restored = _Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own)
     connector._loaded_checkpoint = checkpoint
-    if strategy is None:
-        _refit_optimizers(trainer, checkpoint["callbacks"])
-        connector._loaded_checkpoint = restored.whole()
-        _restore_modules(trainer)  # On a single device Lightning does it before `on_fit_start`.
-        restored.load_averages()
-    else:
-        strategy.engine.reseed(own["seed"])
-        strategy.restore_from(restored)
+    strategy.engine.reseed(own["seed"])
+    strategy.restore_from(Restored(trainer, owned, recovered, checkpoint=checkpoint, own=own))
     # Lightning does it again later, but it must be known earlier what is left to train.
     connector.restore_loops()
     # A loader that was made early (for `estimated_stepping_batches`) must be made again, from its
@@ -148,24 +139,8 @@ def restore(trainer: pl.Trainer, recovered: Recovered) -> None:
     trainer.fit_loop._combined_loader = None
 
 
-def _refit_optimizers(trainer: pl.Trainer, states: Mapping[str, Any]) -> None:
-    """Let callbacks add their groups to the optimizers, because the recovered state has them."""
-    callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    for callback in callbacks:
-        if isinstance(callback, BaseFinetuning) and callback.state_key in states:
-            callback.load_state_dict(deepcopy(states[callback.state_key]))
-            callback.on_fit_start(trainer, trainer.lightning_module)
-
-
-def _restore_modules(trainer: pl.Trainer) -> None:
-    connector = trainer._checkpoint_connector
-    connector.restore_model()
-    connector.restore_datamodule()
-    connector.restore_callbacks()
-
-
-class _Restored:
-    """A recovered state; see `strategy.run.RestoredState`."""
+class Restored:
+    """A recovered state, of which this rank has its slices; Lightning restores it."""
 
     def __init__(
         self,
@@ -182,17 +157,6 @@ class _Restored:
         self._by_name = {item.parameter: item for item in recovered.slices}
         self._averages = own["averages"]
 
-    def whole(self) -> dict[str, Any]:
-        """Return it as an ordinary checkpoint of Lightning's, with whole parameters."""
-        weights = {name: item.weight for name, item in self._by_name.items()}
-        # Frozen weights may not have been saved.
-        before = self._trainer.lightning_module.state_dict()
-        return {
-            **self.checkpoint,
-            "state_dict": {**before, **self.checkpoint["state_dict"], **weights},
-            "optimizer_states": self._states(),
-        }
-
     def load_weights(self) -> None:
         """Put weights and buffers into the module."""
         self._trainer.lightning_module.load_state_dict(self.checkpoint["state_dict"], strict=False)
@@ -200,15 +164,10 @@ class _Restored:
 
     def load_optimizers(self) -> None:
         """Put the optimizers' states, and averages of weights, in place."""
-        for optimizer, state in zip(self._owned.optimizers, self._states(), strict=True):
+        saved = self.checkpoint["optimizer_states"]
+        states = self._owned.optimizer_states(self._by_name, saved)
+        for optimizer, state in zip(self._owned.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-        self.load_averages()
-
-    def _states(self) -> list[dict[str, Any]]:
-        return self._owned.optimizer_states(self._by_name, self.checkpoint["optimizer_states"])
-
-    def load_averages(self) -> None:
-        """Put averages of weights, and of buffers, in place."""
         self._owned.load_averages(self._by_name)
         for average, buffers in zip(average_models(self._trainer), self._averages, strict=True):
             for name, buffer in average.named_buffers():

@@ -8,7 +8,8 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from lightning_hetero.callbacks.watching.watched_run import PlainRun
+from lightning_hetero.callbacks.watching.watched_run import WatchedRun
+from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.detect import describe_device
 from lightning_hetero.straggler import DecisionKind, Event, Finding, Mitigation
 from lightning_hetero.straggler.events import Pair
@@ -27,7 +28,6 @@ from lightning_hetero.straggler.paces import Observation, RankHistory
 from lightning_hetero.straggler.prediction import true_causes
 from lightning_hetero.straggler.probe import probe_device, probe_links, probe_memory
 from lightning_hetero.straggler.watch import Order, RunWatch, WatchConfig
-from lightning_hetero.strategy.run import Ranks
 
 
 class StragglerSession:
@@ -35,7 +35,7 @@ class StragglerSession:
 
     Args:
         run: The run.
-        ranks: Its ranks.
+        comms: Its ranks.
         config: Options of the watch.
         report: Receives events; called on rank 0.
         say: Receives lines for people; called on rank 0.
@@ -45,8 +45,8 @@ class StragglerSession:
 
     def __init__(
         self,
-        run: PlainRun,
-        ranks: Ranks,
+        run: WatchedRun,
+        comms: Communicators,
         config: WatchConfig,
         *,
         report: Callable[[Event], None],
@@ -54,21 +54,21 @@ class StragglerSession:
         admission: float | None = None,
     ) -> None:
         self._run = run
-        self._ranks = ranks
-        self._history = RankHistory(ranks.global_rank)
-        self._watch = RunWatch(config, report=report, say=say) if ranks.leads else None
+        self._comms = comms
+        self._history = RankHistory(comms.global_rank)
+        self._watch = RunWatch(config, report=report, say=say) if comms.global_rank == 0 else None
         self._is_known = False
         self._arriving: Decision | None = None
         """A decision that was carried out and isn't in effect yet."""
         self._matmul_size, most_bytes = (256, 2**20) if run.device.type == "cpu" else (2048, 2**24)
         # As large as the run's own messages, so that a slow link doesn't keep the run waiting.
-        self._link_bytes = min(most_bytes, max(ranks.gather(run.message_bytes)))
-        self._hosts = tuple(ranks.gather(socket.gethostname()))
-        ring = rounds_of(ring_of(range(ranks.world_size)))
+        self._link_bytes = min(most_bytes, max(comms.gather_objects(run.message_bytes)))
+        self._hosts = tuple(comms.gather_objects(socket.gethostname()))
+        ring = rounds_of(ring_of(range(comms.world_size)))
         self._healthy = self._probe(ring, devices=True)
-        if admission is not None and ranks.world_size > 1:
+        if admission is not None and comms.world_size > 1:
             for finding in self._admit(admission, acts=not config.dry_run):
-                if ranks.leads:
+                if self._watch is not None:
                     report(finding)
                     say(f"Before training: {finding}")
 
@@ -86,15 +86,15 @@ class StragglerSession:
                 those of their types when plans are changed.
         """
         clock, device = self._run.clock, self._run.device
-        within = None if clock is None else clock.probing()
-        copies_s = dict(enumerate(self._ranks.gather(probe_memory(device, within=within))))
-        types = self._ranks.gather(describe_device(device).name)
+        within = clock.probing()
+        copies_s = dict(enumerate(self._comms.gather_objects(probe_memory(device, within=within))))
+        types = self._comms.gather_objects(describe_device(device).name)
         slow = slow_of_their_kind(copies_s, self._healthy, types, least_ratio=least_ratio)
-        findings = self._ranks.share(slow)
+        findings = self._comms.on_rank_0(lambda: slow)
         possible: Sequence[PossibleMitigation] = ()
         if findings and acts:
             possible = self._run.find_mitigations(findings, None, healthy_s=1.0)
-        choice = self._ranks.share(next(iter(possible), None))
+        choice = self._comms.on_rank_0(lambda: next(iter(possible), None))
         if choice is not None:
             why = "slower than others of its type before training"
             self._run.act(Decision(kind=DecisionKind.APPLY, choice=choice, reason=why))
@@ -117,7 +117,7 @@ class StragglerSession:
         is_changing = self._run.is_changing()
         if not is_changing:
             self._arrive()
-        rows = self._ranks.to_leader(self._history.observe(observation, iteration_s))
+        rows = self._comms.to_leader(self._history.observe(observation, iteration_s))
         order, since_step = Order.GO_ON, 0
         if self._watch is not None:
             order = self._watch.see(
@@ -127,7 +127,7 @@ class StragglerSession:
                 is_changing=is_changing,
             )
             since_step = self._watch.since_step
-        code, since_step = self._ranks.from_leader([order, since_step])
+        code, since_step = self._comms.from_leader([order, since_step])
         if code in (Order.DIAGNOSE, Order.JUDGE):
             self._diagnose(since_step, at_plan=code == Order.JUDGE)
         if code != Order.GO_ON:
@@ -137,13 +137,14 @@ class StragglerSession:
         """Find out what is slow, or what the plan costs, and pass it to the leader's `RunWatch`."""
         start_s = time.perf_counter()
         self._history.settle(since_step)
-        reports = self._ranks.gather(self._history.report(since_step))
+        reports = self._comms.gather_objects(self._history.report(since_step))
         suspicion, watch = Suspicion(), self._watch
         rounds: tuple[tuple[Pair, ...], ...] = ()
         if watch is not None and not at_plan:
             suspicion = suspect(reports, iteration_s=watch.base_s(), known=watch.known)
-            rounds = probe_rounds(suspicion, self._ranks.world_size)
-        rounds, devices = self._ranks.share((rounds, bool(suspicion.ranks)))
+            rounds = probe_rounds(suspicion, self._comms.world_size)
+        found = rounds, bool(suspicion.ranks)
+        rounds, devices = self._comms.on_rank_0(lambda: found)
         probes = self._probe(rounds, devices=devices)
         if watch is None:
             return
@@ -167,13 +168,12 @@ class StragglerSession:
         """Probe links, and devices if these are suspected; collective."""
         clock, device = self._run.clock, self._run.device
         device_s: dict[int, float] = {}
-        if devices and self._ranks.world_size > 1:
-            within = None if clock is None else clock.probing()
-            own_s = probe_device(device, size=self._matmul_size, within=within)
-            device_s = dict(enumerate(self._ranks.gather(own_s)))
+        if devices and self._comms.world_size > 1:
+            own_s = probe_device(device, size=self._matmul_size, within=clock.probing())
+            device_s = dict(enumerate(self._comms.gather_objects(own_s)))
         link_s: dict[Pair, float] = {}
         if rounds:
-            wait_for = None if clock is None else clock.wait_for
+            wait_for = clock.wait_for
             link_s = probe_links(rounds, device, num_bytes=self._link_bytes, wait_for=wait_for)
         return Probes(
             device_s=device_s, link_s=link_s, link_bytes=self._link_bytes, hosts=self._hosts
@@ -185,7 +185,7 @@ class StragglerSession:
         if self._watch is not None:
             verdict = bool(self._watch.known), self._watch.next_decision()
         was_known = self._is_known
-        self._is_known, decision = self._ranks.share(verdict)
+        self._is_known, decision = self._comms.on_rank_0(lambda: verdict)
         if decision is not None:
             self._do(decision)
         elif was_known and not self._is_known:
@@ -206,7 +206,7 @@ class StragglerSession:
         decision, self._arriving = self._arriving, None
         if decision is None:
             return
-        rank, undoes = self._ranks.global_rank, decision.kind is DecisionKind.UNDO
+        rank, undoes = self._comms.global_rank, decision.kind is DecisionKind.UNDO
         if decision.choice.is_lasting:
             self._history = RankHistory(rank)
             return

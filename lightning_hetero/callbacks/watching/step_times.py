@@ -35,24 +35,19 @@ class StepTimes:
         self._num_microbatches = 0
         self._hidden_bytes = 0
         self._waits_s: dict[int, float] = defaultdict(float)
-        self._hook_forward_s = 0.0
 
     def begin_batch(self, batch: Any) -> None:
         """Note the start of a batch."""
         self._batch_work = work_of(batch)
         self._start_s = time.perf_counter()
 
-    def end_forward(self) -> None:
-        """Note that the batch's backward pass begins; called where no engine's clock times it."""
-        self._hook_forward_s = time.perf_counter() - self._start_s
-
     def end_batch(
-        self, times: IterationTimes | None, *, share: float = 1.0, is_late: bool = False
+        self, times: IterationTimes | None, *, share: float, is_late: bool = False
     ) -> None:
         """Note the end of a batch.
 
         Args:
-            times: The engine's clock times of it; None without an engine.
+            times: The clock's times of it; None as long as there are none.
             share: Share of the model that this rank had under the batch's plan.
             is_late: Whether the times are those of the previous batch, which is counted now.
         """
@@ -65,8 +60,6 @@ class StepTimes:
         self._work += work
         self._held_work += work * share
         if times is None:
-            self._num_microbatches += 1
-            self._forward_s += self._hook_forward_s
             return
         self._num_microbatches += times.num_actions(ActionKind.FORWARD)
         self._forward_s += times.compute_s(ActionKind.FORWARD)

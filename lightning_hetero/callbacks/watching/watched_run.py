@@ -1,11 +1,11 @@
-"""Find and apply mitigations for stragglers: another plan under `HeteroStrategy`, or a restart."""
+"""Find and apply mitigations for stragglers: another plan, or a restart."""
 
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 import lightning.pytorch as pl
-from typing_extensions import override
 
 from lightning_hetero.core.errors import ConfigurationError, PlanError
 from lightning_hetero.core.plan import ParallelPlan
@@ -18,80 +18,26 @@ from lightning_hetero.straggler.mitigation import (
     find_mitigations,
     restart_mitigation,
 )
-from lightning_hetero.straggler.paces import RankReport
-from lightning_hetero.straggler.prediction import MeasuredRun, PlaceTimes, RunPrediction
+from lightning_hetero.straggler.paces import Observation, RankReport
+from lightning_hetero.straggler.prediction import MeasuredRun, RunPrediction
 from lightning_hetero.strategy.hetero import HeteroStrategy
-from lightning_hetero.strategy.run import RestartsRun
 
-_BUCKET_BYTES = 25 * 2**20
 _EQUAL_DEVICES = 1.15
 """Devices whose probes differ by at most this factor count as equal, since probes are rough."""
 
 
-class PlainRun:
-    """The run that a session watches, under any strategy.
+class WatchedRun:
+    """The run that a session watches, whose plan may change.
 
     Args:
         trainer: The run's Trainer.
-        restarters: Callbacks that can restart it; the first one is used.
+        strategy: Its strategy.
     """
 
-    def __init__(self, trainer: pl.Trainer, restarters: Sequence[RestartsRun]) -> None:
-        self.device = trainer.strategy.root_device
-        self._world_size = trainer.world_size
-        self._restarter = restarters[0] if restarters else None
-
-    @property
-    def message_bytes(self) -> int:
-        """Bytes of DDP's usual bucket; how other strategies send is unknown."""
-        return _BUCKET_BYTES
-
-    @property
-    def clock(self) -> ComputeClock | None:
-        """None: no clock distinguishes this run's computing from its waiting."""
-        return None
-
-    def where(self, findings: Sequence[Finding]) -> str:
-        """Return which part of the run the findings concern, such as "pipeline 1"."""
-        return "the run"
-
-    def measure(
-        self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
-    ) -> MeasuredRun | None:
-        """Return what is known about the run while nothing was slow: here nothing."""
-        return None
-
-    def find_mitigations(
-        self, findings: Sequence[Finding], measured: MeasuredRun | None, *, healthy_s: float
-    ) -> Sequence[PossibleMitigation]:
-        """Return the possible mitigations: S4 if a callback can restart the run; on rank 0 only."""
-        if self._restarter is None:
-            return ()
-        restart = restart_mitigation(
-            findings,
-            healthy_s=healthy_s,
-            world_size=self._world_size,
-            num_left=self._restarter.num_left,
-        )
-        return () if restart is None else (restart,)
-
-    def act(self, decision: Decision) -> str | None:
-        """Request a restart; called by all ranks. Return the reason if it isn't possible."""
-        if self._restarter is not None:
-            choice = decision.choice
-            self._restarter.request_restart(choice.effect, exclude=choice.exclude)
-        return None
-
-    def is_changing(self) -> bool:
-        """Whether the last iteration still ran under the plan from before the last `act`."""
-        return False
-
-
-class HeteroRun(PlainRun):
-    """A run under `HeteroStrategy`, whose plan may change."""
-
     def __init__(self, trainer: pl.Trainer, strategy: HeteroStrategy) -> None:
-        super().__init__(trainer, strategy.run.restarters)
+        self.device = strategy.root_device
+        self._world_size = trainer.world_size
+        self._restarter = next(iter(strategy.run.restarters), None)
         self._trainer = trainer
         self._strategy = strategy
         self._wanted = strategy.plan
@@ -118,12 +64,19 @@ class HeteroRun(PlainRun):
         indices = {place.pipeline_index for place in places if place is not None}
         return f"pipeline {indices.pop()}" if len(indices) == 1 else "the run"
 
-    @override
     def find_mitigations(
         self, findings: Sequence[Finding], measured: MeasuredRun | None, *, healthy_s: float
     ) -> Sequence[PossibleMitigation]:
         """Return S2 and S3, if measurements allow a prediction, and S4; on rank 0 only."""
-        restarts = super().find_mitigations(findings, measured, healthy_s=healthy_s)
+        restarts: tuple[PossibleMitigation, ...] = ()
+        if self._restarter is not None:
+            restart = restart_mitigation(
+                findings,
+                healthy_s=healthy_s,
+                world_size=self._world_size,
+                num_left=self._restarter.num_left,
+            )
+            restarts = () if restart is None else (restart,)
         if measured is None:
             return restarts
         memory = self._strategy.memory
@@ -138,7 +91,6 @@ class HeteroRun(PlainRun):
             return self._first_plans
         return (self._strategy.plan,) if self._datamodule is None else self._datamodule.plans
 
-    @override
     def measure(
         self, reports: Sequence[RankReport], healthy_s: float, probes: Probes
     ) -> MeasuredRun | None:
@@ -174,10 +126,15 @@ class HeteroRun(PlainRun):
         )
 
     def act(self, decision: Decision) -> str | None:
-        """Run other plans, or assign by other slowdowns, from now on; or ask for a restart."""
+        """Run other plans, or assign by other slowdowns, from now on; or ask for a restart.
+
+        Called by all ranks. Returns the reason if it isn't possible.
+        """
         choice, undoes = decision.choice, decision.kind is DecisionKind.UNDO
         if not choice.plans:
-            return super().act(decision)
+            if self._restarter is not None:
+                self._restarter.request_restart(choice.effect, exclude=choice.exclude)
+            return None
         plans = choice.first_plans if undoes else choice.plans
         slowdowns = {} if undoes else choice.slowdowns
         try:
@@ -202,12 +159,9 @@ class HeteroRun(PlainRun):
         return self._strategy.plan != self._wanted
 
 
-def _place_times(report: RankReport, share: float) -> PlaceTimes:
+def _place_times(report: RankReport, share: float) -> Observation:
     """Return a rank's times of a micro-batch; its pace is independent of the plans that ran."""
     before = report.before
     assert before is not None
-    total_s = report.pace * before.work * share
-    forward = before.forward_s / (before.forward_s + before.backward_s)
-    return PlaceTimes(
-        forward_s=total_s * forward, backward_s=total_s * (1 - forward), work=before.work
-    )
+    scale = report.pace * before.work * share / (before.forward_s + before.backward_s)
+    return replace(before, forward_s=scale * before.forward_s, backward_s=scale * before.backward_s)

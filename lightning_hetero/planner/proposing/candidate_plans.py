@@ -32,7 +32,7 @@ from lightning_hetero.planner.master import Master
 from lightning_hetero.planner.placement import MappingOrder, Option, place, to_plan
 from lightning_hetero.planner.proposing.pipeline_costs import PipelineRoom, plan_costs, with_budgets
 from lightning_hetero.planner.proposing.proposal import choose_together, draw_iteration, propose
-from lightning_hetero.planner.proposing.relaxation import Scheme, work_lower_bound_s
+from lightning_hetero.planner.proposing.schemes import Scheme, work_lower_bound_s
 from lightning_hetero.planner.stages import Ownership, Stages
 from lightning_hetero.planner.workload import Workload
 from lightning_hetero.simulator import CostModel, devices_line, host_bytes

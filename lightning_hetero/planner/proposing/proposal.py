@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike
 from lightning_hetero.assign.pipeline_cost import CostTable, PipelineCost, as_lengths
 from lightning_hetero.core.arrays import BoolArray, FloatArray, IntArray
 from lightning_hetero.core.errors import PlanningError
-from lightning_hetero.planner.proposing.relaxation import Scheme, SchemeTable
+from lightning_hetero.planner.proposing.schemes import Scheme, SchemeTable
 
 _WORTH_HAVING = 1e-4
 """One more plan must shorten the mean iteration by this share."""

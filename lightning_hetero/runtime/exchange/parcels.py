@@ -92,12 +92,8 @@ def _local(intervals: Sequence[Interval], start: int, stop: int) -> Interval:
     return local
 
 
-@dataclass
-class SentRows:
-    """Rows that this rank sends, and the peers that all get these same rows."""
-
-    peers: list[int]
-    rows: list[Tensor]
+SentRows = tuple[list[int], list[Tensor]]
+"""Peers, and the rows that each of them gets."""
 
 
 @dataclass(eq=False)
@@ -143,18 +139,16 @@ class ParcelUnit:
             self._arrived[parcel.source] = self._empty(parcel.numel)
             given = self._arrived[parcel.source]
             operations.append(dist.P2POp(dist.irecv, given, parcel.source, group))
-        for item in sent:
-            self._sent.append(self._packed(item.rows))
-            operations += [
-                dist.P2POp(dist.isend, self._sent[-1], peer, group) for peer in item.peers
-            ]
+        for peers, rows in sent:
+            self._sent.append(self._packed(rows))
+            operations += [dist.P2POp(dist.isend, self._sent[-1], peer, group) for peer in peers]
         if operations:
             works = dist.batch_isend_irecv(operations)
             self._receives, self._sends = split_works(operations, works)
 
     def _exchange_together(self, group: dist.ProcessGroup, sent: Sequence[SentRows]) -> None:
-        rows = {peer: item.rows for item in sent for peer in item.peers}
-        leaving = [row for peer in sorted(rows) for row in rows[peer]]
+        by_peer = {peer: rows for peers, rows in sent for peer in peers}
+        leaving = [row for _, rows in sorted(by_peer.items()) for row in rows]
         given = self._packed(leaving) if leaving else self._empty(0)
         to = {parcel.destination: parcel.numel for parcel in self.parcels.leaving}
         come = {parcel.source: parcel.numel for parcel in self.parcels.arriving}
@@ -176,8 +170,7 @@ class ParcelUnit:
 
     def _take(self, parcel: Parcel, like: Sequence[Tensor]) -> list[Tensor]:
         """Return an arrived parcel's parts, in the shapes of `like`, and free its buffer."""
-        line = self._arrived.pop(parcel.source)
-        return list(_unflatten_dense_tensors(line, like))  # type: ignore[no-untyped-call]
+        return split_line(self._arrived.pop(parcel.source), like)
 
     def _wait_for_arrivals(self) -> None:
         if not self.parcels.arriving:
@@ -193,6 +186,11 @@ class ParcelUnit:
             work.wait()
         self._receives, self._sends, self._sent = [], [], []
         self._arrived.clear()
+
+
+def split_line(line: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return views of a line's elements, shaped like some tensors."""
+    return list(_unflatten_dense_tensors(line, like))  # type: ignore[no-untyped-call]
 
 
 class PulledParcels(ParcelUnit):
@@ -230,8 +228,8 @@ class PulledParcels(ParcelUnit):
         sending: dict[tuple[Part, ...], SentRows] = {}
         for parcel in self.parcels.leaving:
             if parcel.parts not in sending:
-                sending[parcel.parts] = SentRows([], [*map(self._of_slice, parcel.parts)])
-            sending[parcel.parts].peers.append(parcel.destination)
+                sending[parcel.parts] = [], [*map(self._of_slice, parcel.parts)]
+            sending[parcel.parts][0].append(parcel.destination)
         return list(sending.values())
 
     def _of_slice(self, part: Part) -> Tensor:

@@ -121,9 +121,6 @@ class Pull:
     def start(self, *, needed: Iterable[int] = ()) -> None:
         """Post all messages of this rank, units ascending, and make the local copies.
 
-        Args:
-            needed: Units to wait for before this returns.
-
         Raises:
             ModelError: A slice has changed, but not been marked stale.
         """

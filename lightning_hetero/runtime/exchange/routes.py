@@ -7,9 +7,8 @@ gradients. Every other unit travels in *parcels*, one for each peer, by messages
 all-to-all.
 
 A collective needs a communicator of exactly the ranks of a shard group, or of a unit's members if
-it has no shard groups. `Communicators` makes these in set-up, at most `MAX_EXCHANGE_GROUPS` per
-rank; units without one travel by messages. A few ranks on gloo use messages, which are quicker
-there and tell which peer was late (`MOST_BY_MESSAGES`).
+it has no shard groups. Set-up makes at most `MAX_EXCHANGE_GROUPS` per rank; units without one
+travel by messages.
 """
 
 from collections.abc import Sequence

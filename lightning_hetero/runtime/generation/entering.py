@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -188,8 +189,8 @@ def share_cores(num_processes: int) -> None:
     os.environ |= {_SHARED: "1", _NUM_THREADS: str(num_threads)}
 
 
-class GenerationEnvironment(ClusterEnvironment):
-    """Tells Lightning the ranks of a generation, and sets them in `os.environ` for other code.
+class GenerationEnvironment(TorchElasticEnvironment):
+    """Sets the ranks of a generation in `os.environ`, where Lightning and other code read them.
 
     On creation, this process takes its share of the machine's cores.
 
@@ -207,54 +208,14 @@ class GenerationEnvironment(ClusterEnvironment):
         rank = generation.rank_of(number)
         assert rank is not None
         nodes = list(dict.fromkeys(item.node for item in generation.members))
-        self._global_rank, self._world_size = rank, generation.world_size
-        self._local_rank = generation.local_rank_of(rank)
         own_node = generation.members[rank].node
         self._node_rank = nodes.index(own_node)
         share_cores(sum(item.node == own_node for item in generation.members))
         os.environ |= {
-            "RANK": str(self._global_rank),
-            "WORLD_SIZE": str(self._world_size),
-            "LOCAL_RANK": str(self._local_rank),
+            "RANK": str(rank),
+            "WORLD_SIZE": str(generation.world_size),
+            "LOCAL_RANK": str(generation.local_rank_of(rank)),
         }
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        return self.first.main_address
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return self.first.main_port
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return False
-
-    @override
-    def world_size(self) -> int:
-        return self._world_size
-
-    @override
-    def set_world_size(self, size: int) -> None: ...
-
-    @override
-    def global_rank(self) -> int:
-        return self._global_rank
-
-    @override
-    def set_global_rank(self, rank: int) -> None: ...
-
-    @override
-    def local_rank(self) -> int:
-        return self._local_rank
 
     @override
     def node_rank(self) -> int:

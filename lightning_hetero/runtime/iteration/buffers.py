@@ -118,11 +118,8 @@ class BufferWatch:
     Every rank calls `begin` before an iteration, `look` after each action, `report` before the
     agreement and `settle` after it, and `share` where all ranks need the same values.
 
-    Args:
-        module: The module; buffers whose first values differ between ranks become rank 0's.
-        layout: Its layers.
-        comms: The communicators.
-        may_differ: Whether buffers may depend on a micro-batch's content.
+    Buffers whose first values differ between ranks become rank 0's. Only if they `may_differ` may
+    buffers depend on a micro-batch's content.
     """
 
     def __init__(

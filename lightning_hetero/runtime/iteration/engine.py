@@ -30,7 +30,7 @@ from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.owners import list_owners
 from lightning_hetero.models.batches import AssignedBatch, cut_batch, sizes_of
 from lightning_hetero.runtime.clock import ComputeClock
-from lightning_hetero.runtime.iteration.agreement import Agreed, Agreement, Flag, Header, Report
+from lightning_hetero.runtime.iteration.agreement import Agreement, Flag, Header, Report
 from lightning_hetero.runtime.iteration.buffers import BufferWatch
 from lightning_hetero.runtime.iteration.config import EngineConfig, IterationKey, Phase
 from lightning_hetero.runtime.iteration.passes import StagePasses
@@ -156,7 +156,6 @@ class Engine:
         """
         is_training = key.phase is Phase.TRAIN
         running = self.plans.begin(key.phase, key.epoch)
-        # Cut.
         microbatches, first_index = self._cut(batch)
         sizes = [sizes_of(item) for item in microbatches]
         is_cut = isinstance(batch, AssignedBatch) or sum(self.num_microbatches) > 1
@@ -212,7 +211,9 @@ class Engine:
         self.settle()
         self.leaving, self.has_joiners = agreed.leaving, agreed.has_joiners
         self.buffers.settle(agreed.reports.buffers, self.plan)
-        loss = None if sums is None else self._keep_gradients(sums, agreed, scale, key)
+        loss = self.gradients.finish(
+            sums, running.unused(agreed.reports.num_missing), agreed.sums, scale, str(key)
+        )
         self.logs.replay(agreed.reports.entries, agreed.sums[:, NUM_TOTALS:], agreed.num_samples)
         self.peak_in_flight = max(self.peak_in_flight, passes.peak_in_flight)
         if is_training:
@@ -241,7 +242,7 @@ class Engine:
             self.logs.recording(is_last=running.is_last),
             running.weights,
         ):
-            running.start_pull()
+            running.pull.start(needed=(-1, running.plan.num_layers))  # Those outside the layers.
             yield
 
     def _check_split(
@@ -288,20 +289,10 @@ class Engine:
         """Whether this rank reports the loss that all ranks of its tensor-parallel group have."""
         return self.place is None or self.place.tp_rank == 0
 
-    def _keep_gradients(
-        self, sums: dict[str, Tensor], agreed: Agreed, scale: LossScale, key: IterationKey
-    ) -> Tensor:
-        """Keep the summed gradients for the optimizer, and return the iteration's loss."""
-        self.gradients.take(sums, self.plans.running.unused(agreed.reports.num_missing))
-        return self.gradients.finish(agreed.sums[:, :NUM_TOTALS], scale, str(key))
-
     def settle(self) -> None:
         """Check the last iteration's sums, which arrive one iteration late on an accelerator.
 
         Called by all ranks together.
-
-        Raises:
-            StepError: The sums break the contract; see `LateNumbers`.
         """
         self.gradients.settle()
 
@@ -321,9 +312,6 @@ class Engine:
         """Run another plan from the next iteration on; called by every rank with the same plan.
 
         No optimizer state moves: slices stay with their owners.
-
-        Raises:
-            PlanError, ModelError: See `PlanSwitch.check`.
         """
         if plan != self.plan:
             self.buffers.share()
@@ -338,11 +326,7 @@ class Engine:
             self.tensor_parallel.remove()
 
     def mark_weights_stale(self, *, only_trainable: bool = False) -> None:
-        """Note that slices have changed, so that the next iteration pulls.
-
-        Args:
-            only_trainable: Whether frozen parameters are unchanged, as after an optimizer's step.
-        """
+        """Note that slices have changed, so that the next iteration pulls."""
         self.plans.running.pull.mark_stale(only_trainable=only_trainable)
 
     @property

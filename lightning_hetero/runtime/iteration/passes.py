@@ -50,17 +50,9 @@ class _InFlight:
 class StagePasses:
     """The passes of one iteration's micro-batches on one rank.
 
-    Args:
-        running: The plan that runs.
-        boundary: The wrapped layers of the user's model.
-        results: Collects the steps' results.
-        microbatches: This rank's micro-batches, in order.
-        num_samples: Samples of each.
-        recomputations: By stage, what each micro-batch recomputes in backward.
-        first_index: Number of micro-batches in the pipelines before this rank's, by which random
-            numbers are seeded.
-        seed: The numbers from which the random numbers of all micro-batches are seeded.
-        splitter: Splits backward passes; None if they aren't split.
+    `num_samples` and, by stage, `recomputations` are those of each micro-batch. Random numbers are
+    seeded by `seed` and the micro-batch's index among those of all pipelines, of which this rank's
+    first one has `first_index`. Without `splitter` backward passes aren't split.
     """
 
     def __init__(  # noqa: PLR0913 - what an iteration consists of
@@ -108,11 +100,7 @@ class StagePasses:
         clock: ComputeClock,
         after_action: Callable[[], None],
     ) -> None:
-        """Run the actions of the schedule, and call `after_action` after each.
-
-        Raises:
-            StepError, ModelError: The step or the model does something that a stage can't do.
-        """
+        """Run the actions of the schedule, and call `after_action` after each."""
         for index, chunk in self._chunks.items():
             chunk.link.begin(schedule.held_by(index), schedule.held_by(index - 1))
             self._expect_activations(chunk, 0)
@@ -243,12 +231,7 @@ class StagePasses:
             self._running.push.end_last_backward()
 
     def _begin_last_backward(self, stage_index: int, coming: Collection[str] | None) -> None:
-        """Begin a stage's last backward, in which units leave as soon as they are final.
-
-        Args:
-            stage_index: The stage.
-            coming: The parameters that get gradients in it; None for all of the stage.
-        """
+        """Begin a stage's last backward, in which units leave as soon as they are final."""
         running = self._running
         chunk = self._unfinished.pop(stage_index)
         later = frozenset[str]().union(*map(running.parameters_of, self._unfinished.values()))

@@ -9,7 +9,6 @@ the smallest possible budget. Each later iteration counts one layer; the largest
 
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from lightning_hetero.core.actions import Action
@@ -17,7 +16,6 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.plan import StagePlan
 from lightning_hetero.core.recomputation import (
     LayerBytes,
-    Windows,
     fewest_recomputed,
     held_at_backward,
 )
@@ -83,9 +81,15 @@ class RecomputationChoice:
         schedule: tuple[Action, ...],
     ) -> list[Recomputation]:
         """Return which layers each micro-batch recomputes on a stage with a budget."""
-        tokens = [_count_tokens(microbatch) for microbatch in microbatches]
-        fewest = partial(_fewest, stage, budget, tokens, held_at_backward(schedule))
+        tokens, windows = [*map(_count_tokens, microbatches)], held_at_backward(schedule)
         layer, num_layers = self._known.get(stage.tp_degree), len(stage.layers)
+
+        def fewest(layer: LayerBytes) -> tuple[int, ...]:
+            try:
+                return fewest_recomputed(budget, layer, num_layers, tokens, windows)
+            except PlanError as error:
+                raise PlanError(f"The stage on ranks {list(stage.ranks)}: {error}") from None
+
         counts = [num_layers - (index == 0) for index in range(len(tokens))]
         if layer is not None:
             counts = list(fewest(layer))
@@ -137,16 +141,6 @@ class RecomputationChoice:
                 fewest(layer)  # Raises if the budget is too small.
 
         return MeasuredLayer(index=stage.layers[-1], num_tokens=num_tokens, report=report)
-
-
-def _fewest(
-    stage: StagePlan, budget: int, tokens: Sequence[int], windows: Windows, layer: LayerBytes
-) -> tuple[int, ...]:
-    """Return how many layers each micro-batch recomputes on a stage with a budget of bytes."""
-    try:
-        return fewest_recomputed(budget, layer, len(stage.layers), tokens, windows)
-    except PlanError as error:
-        raise PlanError(f"The stage on ranks {list(stage.ranks)}: {error}") from None
 
 
 def _count_tokens(microbatch: Any) -> int:

@@ -7,7 +7,7 @@ change between any two iterations.
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -18,7 +18,6 @@ from lightning_hetero.core.errors import PlanError
 from lightning_hetero.core.places import RankPlace
 from lightning_hetero.core.plan import ParallelPlan, PipelinePlan
 from lightning_hetero.exchange.neighbours import stage_edges
-from lightning_hetero.exchange.slices import OuterRole
 from lightning_hetero.exchange.transfers import (
     ExchangeKind,
     TransferTable,
@@ -108,10 +107,6 @@ class RunningPlan:
         """Splits backward passes into gradients of inputs and of this rank's weights."""
         return LayerSplitter({shard: name for name, shard in self.weights.shards.items()})
 
-    def start_pull(self) -> None:
-        """Start the pull of all weights, and wait for those outside the layers."""
-        self.pull.start(needed=(-1, self.plan.num_layers))
-
     def finish_exchange(self, *, is_training: bool) -> dict[str, Tensor] | None:
         """Wait for all of the iteration's messages; return the slices' summed gradients, if any."""
         self.pull.finish()
@@ -189,16 +184,10 @@ class PlanSwitch:
             self._connect(plan)
         # If not even all ranks together would use a collective, smaller groups won't either.
         for plan in plans if self._are_collective(range(self._comms.world_size)) else ():
-            outer = [spec for spec in self._specs if spec.layer is None]
-            # Until it is known at which end an outer parameter is used, both ends hold it.
-            tables = [self._routes_of(plan).table]
-            for role in OuterRole:
-                at_end = [replace(spec, roles=frozenset({role})) for spec in outer]
-                tables.append(TransferTable(at_end, self._store.slices, plan))
-            for table in tables:
-                for unit in table.units:
-                    for ranks in unit.kind.groups | self._groups_on_nodes(unit.kind):
-                        numels[ranks] += sum(spec.numel for spec in unit.specs)
+            # Parameters that turn out to be used at one end only have the groups of its layers.
+            for unit in self._routes_of(plan).table.units:
+                for ranks in unit.kind.groups | self._groups_on_nodes(unit.kind):
+                    numels[ranks] += unit.numel
         # Groups that move the most elements come first; the order is the same on all ranks.
         wanted = sorted(filter(self._are_collective, numels), key=lambda m: (-numels[m], m))
         self._comms.make_exchange_groups(wanted)
@@ -253,8 +242,7 @@ class PlanSwitch:
         Raises:
             PlanError: It is for another number of ranks or layers, or it has tensor parallelism for
                 which the module wasn't prepared.
-                ModelError: It has stages or recomputes layers, but the module's layers don't allow
-                    that.
+            ModelError: It has stages or recomputes layers, but the module's layers don't allow it.
         """
         plan.check_world_size(self._comms.world_size)
         plan.check_num_layers(self._store.layout.num_layers)
@@ -267,11 +255,7 @@ class PlanSwitch:
             )
 
     def change(self, plan: ParallelPlan) -> None:
-        """Run another plan from now on; communicates only if it needs new groups.
-
-        Raises:
-            PlanError: See `check`.
-        """
+        """Run another plan from now on; communicates only if it needs new groups."""
         if plan is not self.running.plan and plan != self.running.plan:
             self.check(plan)
             self._replace(plan, shares_memory=False)

@@ -154,12 +154,7 @@ class SplitRun:
     ) -> None:
         """Check, and decide how losses count; called by all ranks, in the running plan's contexts.
 
-        Args:
-            step: Runs the user's step on one micro-batch.
-            microbatches: This rank's micro-batches.
-            running: The plan.
-            seed: The numbers from which random numbers are seeded.
-            recompute: Returns what a stage recomputes in the backward of a part.
+        `recompute` returns what a stage recomputes in the backward of a part.
 
         Raises:
             StepError: On every rank, if the batch can't be cut without changing the loss.

@@ -55,14 +55,8 @@ class StepResults:
     For each micro-batch `keep` is called if the step ran to its end, or `drop` if it was left at
     the end of its stage.
 
-    Args:
-        module: The user's LightningModule.
-        logs: Records what steps log.
-        device: Where losses are summed.
-        scale: How losses count.
-        is_training: Whether steps return losses.
-        factor: Loss scale of fp16, by which gradients are multiplied so that small ones don't
-            vanish.
+    `factor` is the loss scale of fp16, by which gradients are multiplied so that small ones don't
+    vanish.
     """
 
     def __init__(
@@ -100,10 +94,9 @@ class StepResults:
     def keep(self, output: Any, microbatch: Any) -> tuple[list[Tensor], Tensor]:
         """Keep what a step that has run to its end returned, logged and appended.
 
-        Returns:
-                The loss, and the gradient with which its backward begins. Outside of training there
-                    is no loss. A micro-batch without targets has none either: its loss may be NaN,
-                    and 0 * NaN is NaN.
+        Returns the loss, and the gradient with which its backward begins. Outside of training there
+        is no loss. A micro-batch without targets has none either: its loss may be NaN, and 0 * NaN
+        is NaN.
 
         Raises:
             StepError: The step returned no loss.
@@ -171,22 +164,30 @@ class StepGradients:
         self._config = config
         self._late = LateNumbers(device)
 
-    def take(self, sums: Mapping[str, Tensor], unused: set[str]) -> None:
-        """Keep the summed gradients of an iteration; `unused` parameters have none."""
-        self.unused = unused
-        self.by_name = {name: item for name, item in sums.items() if name not in unused}
+    def finish(
+        self,
+        sums: Mapping[str, Tensor] | None,
+        unused: set[str],
+        reported: Tensor,
+        losses: LossScale,
+        batch: str,
+    ) -> Tensor | None:
+        """Keep and scale an iteration's summed gradients, if there are any; return the loss.
 
-    def finish(self, totals: Tensor, losses: LossScale, batch: str) -> Tensor:
-        """Finish an iteration: scale the gradients, check that they are finite, return the loss.
-
-        Raises:
-            StepError: Gradients aren't finite.
+        `unused` parameters have no gradients. `reported` are the sums of all ranks, `batch` names
+        the batch in error messages.
         """
+        if sums is None:
+            return None
+        totals = reported[:, :NUM_TOTALS]
         loss, scale = loss_and_scale(totals, is_sum=losses.is_sum, unit=losses.unit)
         owned = self._store.owned_device
+        self.unused = unused
+        self.by_name = {name: item for name, item in sums.items() if name not in unused}
         if self.by_name:
             torch._foreach_mul_([*self.by_name.values()], scale.to(owned) / self.loss_scale)
-        self.by_name, self.are_finite = self._store.as_masters(self.by_name), True
+        masters, self.are_finite = self._store.masters, True
+        self.by_name = {name: i.to(masters[name].dtype) for name, i in self.by_name.items()}
         # Before the optimizer's step the host must know whether to skip it.
         skips = self._config.nonfinite_gradients is NonfiniteGradients.SKIP
         is_now = skips or self._config.scales_loss

@@ -7,7 +7,7 @@ group, through the ranks' store.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
+from lightning_hetero.core.arrays import FloatArray
 from lightning_hetero.core.errors import ConfigurationError, HeteroError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.exchange.neighbours import Edge
@@ -309,6 +310,20 @@ class Communicators:
             raise answers[0]
         answer: _T = answers[0]
         return answer
+
+    def to_leader(self, row: Sequence[float]) -> FloatArray:
+        """Return every rank's row on rank 0, (num_ranks, length); no rows elsewhere; collective."""
+        rows = Rows(torch.tensor(row, dtype=torch.float64), self.control).on_rank_0()
+        found: FloatArray = (rows[:0] if self.global_rank else rows).numpy()
+        return found
+
+    def from_leader(self, numbers: Sequence[int]) -> list[int]:
+        """Return rank 0's numbers; other ranks pass as many, which are ignored; collective."""
+        values = torch.tensor(numbers, dtype=torch.int64)
+        if self.control is not None:
+            dist.broadcast(values, 0, self.control)
+        found: list[int] = values.tolist()
+        return found
 
     def tensor_parallel_group(self, plan: ParallelPlan) -> dist.ProcessGroup | None:
         """Return the group of this rank's stage, None for one rank; collective over all ranks.

@@ -99,9 +99,6 @@ def answer_nonfinite(found: str, answer: NonfiniteGradients, *, is_late: bool) -
         found: Describes the gradients; the beginning of the message.
         answer: The user's choice.
         is_late: Whether the optimizer has already stepped, with zeros in place of the gradients.
-
-    Raises:
-        StepError: The answer is an error.
     """
     if answer is NonfiniteGradients.ERROR:
         since = (

@@ -10,7 +10,6 @@ If hooks update a metric, its states are the same on every rank and count once.
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -174,14 +173,9 @@ class StepMetrics:
         metric._forward_cache = self._quietly(alone.compute)
 
 
-@dataclass(frozen=True)
-class _Account:
-    """The states of one rank's metric."""
-
-    is_alike: bool
-    count: int
-    """Number of updates."""
-    states: dict[str, Any]
+_Account = tuple[bool, int, dict[str, Any]]
+"""Of one rank's metric: whether its states are the same on every rank, the number of updates, and
+the states."""
 
 
 class _Sync:
@@ -201,12 +195,14 @@ class _Sync:
         if metric.update_called and (is_alike or metrics.reports_for_group()):
             states = {name: getattr(metric, name) for name in metric._reductions}
             states = tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), states)
-            own = _Account(is_alike, metric._update_count, states)
+            own = is_alike, metric._update_count, states
         device = metric.device
         found = [item for item in metrics.comms.gather_objects(own) if item is not None]
         for name, reduction in metric._reductions.items():
             values = tree_map_only(
-                Tensor, lambda tensor: tensor.to(device), [i.states[name] for i in _parts(found)]
+                Tensor,
+                lambda tensor: tensor.to(device),
+                [states[name] for *_, states in _parts(found)],
             )
             if values:
                 setattr(metric, name, _reduced(values, reduction))
@@ -218,12 +214,12 @@ def _parts(accounts: list[_Account]) -> list[_Account]:
     If all are equal, hooks have updated the metric with the same values on each rank, so one of
     them counts.
     """
-    if not all(item.is_alike for item in accounts):
+    if not all(is_alike for is_alike, *_ in accounts):
         return accounts
     # Ranks that joined later may have missed updates.
-    most = max((item.count for item in accounts), default=0)
-    fullest = [item for item in accounts if item.count == most]
-    same = all(_are_equal(item.states, fullest[0].states) for item in fullest[1:])
+    most = max((count for _, count, _ in accounts), default=0)
+    fullest = [item for item in accounts if item[1] == most]
+    same = all(_are_equal(item[2], fullest[0][2]) for item in fullest[1:])
     return fullest[:1] if same else accounts
 
 

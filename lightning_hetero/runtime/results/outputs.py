@@ -169,17 +169,11 @@ def extend_lists(module: nn.Module, records: Sequence[StepRecord]) -> None:
     """Append what the step of the whole batch would have appended to the module's lists."""
     for path in dict.fromkeys(path for record in records for path in record.appended):
         columns = [record.appended.get(path, []) for record in records]
-        items = _list_at(module, path)
+        items: Any = getattr(module, path[0])
+        if len(path) > 1:
+            items = items.setdefault(path[1], []) if isinstance(items, dict) else items[path[1]]
         if len({len(column) for column in columns}) > 1:
             items += [item for column in columns for item in column]
         else:
             weights = [record.weight for record in records]
             items += [_joined(parts, weights) for parts in zip(*columns, strict=True)]
-
-
-def _list_at(module: nn.Module, path: Path) -> list[Any]:
-    found: Any = getattr(module, path[0])
-    if len(path) > 1:
-        found = found.setdefault(path[1], []) if isinstance(found, dict) else found[path[1]]
-    items: list[Any] = found
-    return items

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
@@ -46,21 +46,6 @@ class LogEntry:
     """How values of several micro-batches become one: mean, sum, min or max."""
 
 
-class _Pending(NamedTuple):
-    """One micro-batch's value, which is dropped if the step doesn't run to its end."""
-
-    value: Any
-    batch_size: int
-
-
-class _Logged(NamedTuple):
-    """One micro-batch's value under an entry."""
-
-    value: Tensor
-    weight: Tensor
-    batch_size: int
-
-
 class StepLogs:
     """The logged values of one iteration on one rank."""
 
@@ -72,8 +57,10 @@ class StepLogs:
         self._device = device
         self._log = partial(type(module).log, module)  # type: ignore[attr-defined]
         self._signature = inspect.signature(self._log)
-        self._pending: dict[LogEntry, _Pending] = {}
-        self._values: dict[LogEntry, list[_Logged]] = {}
+        self._pending: dict[LogEntry, tuple[Any, int]] = {}
+        """Value and batch size of the present micro-batch; dropped if its step doesn't end."""
+        self._values: dict[LogEntry, list[tuple[Tensor, Tensor, int]]] = {}
+        """Value, weight and batch size of each micro-batch."""
 
     @contextmanager
     def recording(self, *, is_cut: bool = True, is_last: bool = True) -> Iterator[None]:
@@ -116,7 +103,7 @@ class StepLogs:
                 "and max: log a torchmetrics.Metric for any other reduction."
             )
         entry = LogEntry(name, tuple(options.items()), metric, reduction)
-        self._pending[entry] = _Pending(value, int(batch_size))
+        self._pending[entry] = value, int(batch_size)
 
     def drop_microbatch(self) -> None:
         """Discard the logs of a step that didn't run to its end."""
@@ -138,8 +125,7 @@ class StepLogs:
             number = self._metrics.is_called(value) if is_metric and self._metrics else value
             number = torch.as_tensor(number, dtype=torch.float64, device=self._device).detach()
             own = weight.new_tensor(float(batch_size)) if batch_size else weight
-            logged = _Logged(number.reshape(()), own, batch_size)
-            self._values.setdefault(entry, []).append(logged)
+            self._values.setdefault(entry, []).append((number.reshape(()), own, batch_size))
         self._pending.clear()
 
     @property
@@ -151,14 +137,12 @@ class StepLogs:
         """Return (value, weight, batch size) of entries, float64; weight 0 if it wasn't logged."""
         row = torch.zeros(_NUM_COLUMNS * len(entries), dtype=torch.float64, device=self._device)
         for index, entry in enumerate(entries):
-            logged = self._values.get(entry)
-            if logged:
-                weights = torch.stack([item.weight for item in logged]).clamp(min=_LIGHT)
+            if entry in self._values:
+                values, weights, sizes = zip(*self._values[entry], strict=True)
+                heavy = torch.stack(weights).clamp(min=_LIGHT)
                 first = _NUM_COLUMNS * index
-                values = torch.stack([item.value for item in logged])
-                row[first] = _combined(entry.reduction, values, weights)
-                row[first + 1] = weights.sum()
-                row[first + 2] = sum(item.batch_size for item in logged)
+                row[first] = _combined(entry.reduction, torch.stack(values), heavy)
+                row[first + 1], row[first + 2] = heavy.sum(), sum(sizes)
         return row
 
     def replay(self, entries: Sequence[LogEntry], rows: Tensor, batch_size: int) -> None:

@@ -10,9 +10,9 @@ import platform
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import combinations, groupby
 from pathlib import Path
 
 import torch
@@ -131,9 +131,16 @@ def cluster_of(seats: Sequence[Seat]) -> Cluster:
     network = Cluster.inter_node_bytes_per_s, Cluster.inter_node_latency_s
     if any_cpu:
         network = _CPU_NETWORK_BYTES_PER_S, 100e-6
+    rates = [devices[node.device].intra_node_bytes_per_s for node in nodes]
+    links = tuple(
+        # Between nodes of one host, where the slower device bounds each.
+        Link(nodes=(a, b), bytes_per_s=min(rates[a], rates[b]), latency_s=latency_s)
+        for a, b in combinations(range(len(hosts)), 2)
+        if hosts[a] == hosts[b]
+    )
     return Cluster(
         nodes=tuple(nodes),
-        links=tuple(_links_inside(hosts, [devices[node.device] for node in nodes], latency_s)),
+        links=links,
         devices=tuple(spec for spec in devices.values() if KNOWN_DEVICES.get(spec.name) != spec),
         inter_node_bytes_per_s=network[0],
         inter_node_latency_s=network[1],
@@ -154,17 +161,6 @@ def _devices_of(seats: Sequence[Seat]) -> dict[str, DeviceSpec]:
         if spec.memory_bytes < known.memory_bytes:
             devices[spec.name] = spec
     return devices
-
-
-def _links_inside(
-    hosts: Sequence[str], devices: Sequence[DeviceSpec], latency_s: float
-) -> Iterator[Link]:
-    """Yield the links between nodes of one host, where the slower device bounds each."""
-    for b in range(len(hosts)):
-        for a in range(b):
-            if hosts[a] == hosts[b]:
-                rate = min(devices[a].intra_node_bytes_per_s, devices[b].intra_node_bytes_per_s)
-                yield Link(nodes=(a, b), bytes_per_s=rate, latency_s=latency_s)
 
 
 def describe_device(device: torch.device) -> DeviceSpec:

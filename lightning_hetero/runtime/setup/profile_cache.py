@@ -23,7 +23,7 @@ import torch
 from lightning_hetero.core.errors import ProfileError
 from lightning_hetero.core.model_spec import ModelSpec
 from lightning_hetero.core.process import cache_folder, write_whole
-from lightning_hetero.core.profile import BlockTimes, DeviceProfile, Profile
+from lightning_hetero.core.profile import DeviceProfile, Profile
 from lightning_hetero.core.reading import build
 from lightning_hetero.core.texts import load_file, parse_json
 from lightning_hetero.exchange.slices import ParameterSpec
@@ -78,11 +78,7 @@ def profile_seats(
 def cached_profile(
     model: ModelSpec, options: ProfileOptions, *, device_name: str, device: torch.device
 ) -> Profile:
-    """Return the cached profile of this device; measure it now if there is no valid one.
-
-    Raises:
-        ProfileError: The model can't be measured.
-    """
+    """Return the cached profile of this device; measure it now if there is no valid one."""
     sizes = replace(model, name="").to_dict()
     key = [sizes, repr(options), device_name, torch.get_num_threads(), current_versions()]
     path = cache_folder() / f"{_digest(key)}.json"
@@ -107,15 +103,16 @@ def slowed_profile(profile: DeviceProfile, slowdown: float, *, name: str) -> Dev
     def slower(pair: tuple[float, float]) -> tuple[float, float]:
         return pair[0] * slowdown, pair[1] * slowdown
 
-    def times(entry: BlockTimes) -> BlockTimes:
-        return replace(
+    times = tuple(
+        replace(
             entry,
             blocks={size: slower(pair) for size, pair in entry.blocks.items()},
             embedding=slower(entry.embedding),
             head=slower(entry.head),
         )
-
-    return replace(profile, device=name, times=tuple(map(times, profile.times)))
+        for entry in profile.times
+    )
+    return replace(profile, device=name, times=times)
 
 
 def _digest(key: list[object]) -> str:

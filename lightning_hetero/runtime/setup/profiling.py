@@ -80,11 +80,8 @@ class ModelShard:
 
 
 def _check_degree(model: ModelSpec, tp_degree: int) -> None:
-    sizes = {
-        "heads": model.num_heads,
-        "intermediate_size": model.intermediate_size,
-    }
-    for what, size in sizes.items():
+    sizes = ("heads", model.num_heads), ("intermediate_size", model.intermediate_size)
+    for what, size in sizes:
         if size % tp_degree:
             raise ProfileError(
                 f"TP degree {tp_degree} doesn't divide the {size} {what} of {model.name}. Choose "
@@ -143,11 +140,7 @@ _Timed = Callable[[], tuple[float, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """The measurements to take.
-
-    Raises:
-        ProfileError: A number is below 1 or nothing is left to measure.
-    """
+    """The measurements to take."""
 
     microbatches: tuple[tuple[int, ...], ...]
     """Micro-batches, each as the lengths of its sequences in tokens; several improve the fit."""
@@ -195,14 +188,13 @@ def measure_profile(
         device_name: Name of the device type, as cluster files use it.
         device: Where to measure; bf16 on CUDA, fp32 elsewhere.
         report: Called with a line of text before each measurement.
-
-    Raises:
-        ProfileError: A TP degree doesn't divide the model, or not even one layer fits.
     """
     say = report or (lambda _: None)
     times, memory = [], []
     for tp_degree in options.tp_degrees:
-        shard = ModelShard(model, tp_degree, _largest_block(model, options), device)
+        largest = min(options.max_block, model.num_layers)
+        largest = 1 << (largest.bit_length() - 1)
+        shard = ModelShard(model, tp_degree, largest, device)
         for lengths in options.microbatches:
             say(f"TP {tp_degree}, micro-batch {list(lengths)}")
             times.append(_measure_times(shard, lengths, options))
@@ -349,8 +341,3 @@ def _now_s(device: torch.device) -> float:
         # One thread's own time: other processes of the host don't count.
         return time.thread_time()
     return time.perf_counter()
-
-
-def _largest_block(model: ModelSpec, options: ProfileOptions) -> int:
-    largest = min(options.max_block, model.num_layers)
-    return 1 << (largest.bit_length() - 1)

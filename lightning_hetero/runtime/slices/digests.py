@@ -53,12 +53,9 @@ def has_costly_checks(iteration: int) -> bool:
 
 
 class StandbyCheck:
-    """Compares slices and standbys every few optimizer steps; called by every rank alike.
+    """Compares slices and standbys every `num_steps` optimizer steps; 0 never compares.
 
-    Args:
-        store: This rank's slices.
-        comms: The communicators.
-        num_steps: Steps from one comparison to the next; 0 never compares.
+    Called by every rank alike.
     """
 
     def __init__(self, store: SliceStore, comms: Communicators, *, num_steps: int) -> None:

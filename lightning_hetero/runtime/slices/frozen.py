@@ -8,7 +8,7 @@ source.
 """
 
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -115,7 +115,8 @@ class FrozenWeights:
     ) -> None:
         self.sources = {} if sources is None else sources
         self.find_owners = find_owners
-        self._held: dict[str, tuple[tuple[Interval, ...], nn.Parameter]] = {}
+        self.held: dict[str, tuple[tuple[Interval, ...], nn.Parameter]] = {}
+        """Rows and values of the weights that this rank computes with."""
 
     def __contains__(self, name: str) -> bool:
         return name in self.sources
@@ -143,15 +144,11 @@ class FrozenWeights:
         device: torch.device,
     ) -> nn.Parameter:
         """Return the rows that this rank computes with; read them if it doesn't have them yet."""
-        known = self._held.get(spec.name)
+        known = self.held.get(spec.name)
         if known is None or known[0] != intervals:
             rows = self.rows(spec, intervals)
-            self._held[spec.name] = known = intervals, _computed_with(rows, dtype, device)
+            self.held[spec.name] = known = intervals, _computed_with(rows, dtype, device)
         return known[1]
-
-    def keep_only(self, names: Collection[str]) -> None:
-        """Free weights that this rank doesn't compute with any more."""
-        self._held = {name: item for name, item in self._held.items() if name in names}
 
     def replace(self, spec: ParameterSpec, whole: Tensor) -> None:
         """Replace the value of a weight, for instance by one from a checkpoint's file."""
@@ -159,13 +156,9 @@ class FrozenWeights:
         if torch.equal(before, whole.to("cpu", before.dtype)):
             return
         self.sources[spec.name] = InMemory(whole.to("cpu", before.dtype, copy=True))
-        if spec.name in self._held:
-            intervals, weight = self._held[spec.name]
+        if spec.name in self.held:
+            intervals, weight = self.held[spec.name]
             weight.data.copy_(self.rows(spec, intervals))
-
-    def opaque(self) -> dict[str, nn.Parameter]:
-        """Return weights that only their modules can use; unread ones have no values."""
-        return {name: r.like for name, r in self.sources.items() if isinstance(r, Opaque)}
 
     def thaw(self, spec: ParameterSpec, intervals: Sequence[Interval]) -> Tensor:
         """Return the rows that this rank keeps of a weight that has owners from now on.
@@ -177,7 +170,7 @@ class FrozenWeights:
             raise ModelError(STAYS_FROZEN.format(spec.name))
         rows = self.rows(spec, intervals or [(0, 0)])
         del self.sources[spec.name]
-        self._held.pop(spec.name, None)
+        self.held.pop(spec.name, None)
         return rows
 
     def fingerprint(self, spec: ParameterSpec) -> int:

@@ -29,9 +29,7 @@ class PinnedBlocks:
         memory = PinnedBlocks(4 * num_elements)
         masters = [memory.empty(shape, torch.float32) for shape in shapes]
 
-    Args:
-        expected_bytes: Bytes of all tensors together; more may be asked for.
-        allocate: Returns a uint8 tensor of a number of bytes; for tests without CUDA.
+    More than the `expected_bytes` may be asked for.
     """
 
     def __init__(

@@ -218,11 +218,7 @@ def _are_equal(first: Any, second: Any) -> bool:
 
 
 def _is_elsewhere(name: str, rows: Any, index: Any) -> bool:
-    """Whether another rank has all of the rows that an index chooses.
-
-    Raises:
-        StepError: Several ranks may have them.
-    """
+    """Whether another rank has all of the rows that an index chooses."""
     part: Part = rows._part
     if part.is_uncut:
         return not rows.numel()

@@ -5,13 +5,12 @@ of torch's own classes, which treat functions in three ways:
 
 1. Functions that work row by row, such as `grad.mul_(0.5)`, return a tensor of this rank's rows.
 2. Reductions over rows, such as `grad.norm()`, `weight.mean()` or `grad.abs().max()`, are computed
-   over all ranks' rows, so each rank gets the number that one device would. All ranks must call
-   them. So `clip_grad_norm_` and Lightning's `grad_norm` work as they are.
+   over all ranks' rows. All ranks must call them. So `clip_grad_norm_` and Lightning's `grad_norm`
+   work as they are.
 3. Functions whose result would silently differ are refused: choosing rows by number (see
    `own_rows`), passing values to numpy, copying or saving the rows of one rank.
 
-Optimizers, and the package itself, get plain tensors: `HookedSlices.enter` gives the slices these
-classes before hooks run, and `leave` removes them.
+Optimizers, and the package itself, get plain tensors.
 """
 
 from collections.abc import Callable, Iterable

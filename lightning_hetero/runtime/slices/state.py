@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_hetero.core.errors import CheckpointError, ConfigurationError
 from lightning_hetero.runtime.ranks.communicators import Communicators
 from lightning_hetero.runtime.setup.layout import Slot
+from lightning_hetero.runtime.slices.frozen import Opaque
 from lightning_hetero.runtime.slices.known_by_shape import StandIn
 from lightning_hetero.runtime.slices.weights import SliceStore
 from lightning_hetero.runtime.slices.wholes import gather_everywhere, gather_on_rank_0
@@ -64,7 +65,8 @@ def whole_module_state(
     quantized weights, and no frozen ones if the module's `strict_loading` is False.
     """
     is_strict = getattr(module, "strict_loading", True)
-    quantized = store.frozen.opaque()
+    readers = store.frozen.sources.items()
+    quantized = {name: read.like for name, read in readers if isinstance(read, Opaque)}
     left_out = list(quantized) if is_strict else list(store.frozen.sources)
     wholes = gather_on_rank_0(store, comms, _masters_but(store, left_out))
     if comms.global_rank != 0:
@@ -148,12 +150,7 @@ def leave_stand_ins(store: SliceStore) -> None:
 
 
 def stand_for_awaited(store: SliceStore, trains: Mapping[str, bool]) -> list[tuple[Slot, StandIn]]:
-    """Return each place of a parameter with a stand-in, until its values are recovered.
-
-    Args:
-        store: Whose slices are dropped.
-        trains: Whether parameters train until then, by name; others train as they do now.
-    """
+    """Return each place of a parameter with a stand-in, until its values are recovered."""
     found = []
     for name, slots in store.layout.slots.items():
         awaited = StandIn.of(store, name, is_awaited=True)

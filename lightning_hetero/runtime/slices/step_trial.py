@@ -166,9 +166,6 @@ def try_steps(optimizer: Optimizer, *, is_cut: bool) -> Trial:
     Args:
         optimizer: The optimizer, which isn't changed.
         is_cut: Whether to try rows of tensors, too, and not only some of the tensors.
-
-    Raises:
-        ValueError: Its steps change nothing.
     """
     drawn = _draw(optimizer)
     whole, num_losses = _run(optimizer, drawn, lambda tensors: tensors)

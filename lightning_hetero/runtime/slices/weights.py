@@ -54,14 +54,9 @@ def local_rows(intervals: Sequence[Interval], start: int, stop: int) -> Interval
 class SliceStore:
     """The master slices of one rank.
 
-    Args:
-        layout: The module's parameters, still whole.
-        slices: Owners of every parameter.
-        global_rank: This rank.
-        device: Where the rank computes.
-        dtype: Dtype of floating-point masters; None keeps the parameters' own.
-        on_host: Whether the slices live in the host's memory, not on the device.
-        frozen: The weights that have no owners; their slices are empty on all ranks.
+    The parameters of `layout` are still whole. Slices are on the `device` where the rank computes,
+    or, with `on_host`, in the host's memory; those with floating-point values get `dtype`, unless
+    it is None. Those of `frozen` weights, which have no owners, are empty on all ranks.
     """
 
     def __init__(  # noqa: PLR0913 - what a rank keeps, and where
@@ -187,12 +182,6 @@ class SliceStore:
             self._stubs[name] = _make_stub(self.specs[name], kind, self.device)
         return self._stubs[name]
 
-    def as_masters(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors, by name of their parameters, in the dtypes of their masters."""
-        masters = self.masters
-        others = [n for n, item in tensors.items() if item.dtype is not masters[n].dtype]
-        return tensors | {name: tensors[name].to(masters[name].dtype) for name in others}
-
     def follow_freezing(self) -> bool:
         """Update the specs of parameters that were frozen or thawed; return whether any were."""
         changed = [
@@ -212,13 +201,9 @@ class SliceStore:
 class ComputeWeights:
     """The weights that one rank computes with under one plan.
 
-    Args:
-        store: The rank's slices.
-        table: The plan's transfer table.
-        dtype: Compute dtype of floating-point parameters.
-        share_memory: Whether slices are views of the compute weights where their dtypes are
-            equal. Then rows that are both owned and held take memory once and needn't be
-            copied. Only for a plan that stays.
+    With `share_memory` slices are views of the compute weights where their dtypes are equal. Then
+    rows that are both owned and held take memory once and needn't be copied. Only for a plan that
+    stays.
     """
 
     def __init__(
@@ -240,7 +225,8 @@ class ComputeWeights:
                 self.shards[name] = weight
             else:
                 self._hold(spec, holding.intervals, dtype, share_memory=share_memory)
-        store.frozen.keep_only(self.shards)
+        held = store.frozen.held.items()
+        store.frozen.held = {name: item for name, item in held if name in self.shards}
         self._cut = {
             name: shard
             for name, shard in self.shards.items()

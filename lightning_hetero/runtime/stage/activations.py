@@ -89,16 +89,9 @@ class _Posted(NamedTuple):
 class ActivationLink:
     """Sends to and receives from the neighbours of a rank's stage in its pipeline.
 
-    Args:
-        previous: The stage before; None on the first stage.
-        following: The next stage; None on the last stage.
-        comms: The communicators: edges carry activations and gradients, `control` carries headers
-            that are messages of their own.
-        device: The device of activations.
-        clock: Times the waits.
-        group: The stage's tensor-parallel group, whose ranks put pieces together; None without one.
-        before: The mailbox from the stage before, if that runs on this rank.
-        after: The mailbox to the next stage, if that runs on this rank.
+    `comms.control` carries headers that are messages of their own. Ranks of the tensor-parallel
+    `group` put pieces together. `before` and `after` are the mailboxes from and to neighbouring
+    stages that run on this rank.
     """
 
     def __init__(  # noqa: PLR0913 - what connects a stage
@@ -193,13 +186,15 @@ class ActivationLink:
         self._sent_forward.make_room(self._clock)
         is_apart = self._sends_headers_apart
         self.num_sent_bytes = sum(tensor.nbytes for tensor in sent.tensors)
-        headers = self._outbox.messages(_header_of(sent), [] if is_apart else sent.tensors)
+        forms = tuple(map(form_of, sent.tensors))
+        header = Header(forms, tuple(sent.layer_outputs), tuple(sent.forms))
+        messages = self._outbox.messages(header, [] if is_apart else sent.tensors)
         payload = packed(sent.tensors) if is_apart else None
         for piece in self.following.sent:
             first_group = self._first_group(piece, is_apart=is_apart)
             # Several messages share a queue on CPUs only, because gloo has tags.
-            for tag, header in enumerate(headers, start=2 * piece.channel):
-                self._sent_forward.add(header, piece.receiver, first_group, tag)
+            for tag, message in enumerate(messages, start=2 * piece.channel):
+                self._sent_forward.add(message, piece.receiver, first_group, tag)
             if payload is not None:
                 self._sent_forward.add(_cut(payload, piece), piece.receiver, self._edge(piece))
 
@@ -316,11 +311,6 @@ def _cut(part: Tensor, piece: SentPiece) -> Tensor:
     return part if piece.count == 1 else part[slice(*piece.bounds(part.numel()))]
 
 
-def _header_of(sent: Handover) -> Header:
-    forms = tuple(map(form_of, sent.tensors))
-    return Header(forms, tuple(sent.layer_outputs), tuple(sent.forms))
-
-
 _NUM_MEASURED = 3
 """Round trips of each size, of which the shortest counts."""
 
@@ -340,30 +330,30 @@ def measure_edges(links: Mapping[int, ActivationLink]) -> dict[int, Edge]:
             continue
         if sender is not None and sender.following is not None:
             sizes = 1, sender.num_sent_bytes
-            latency_s, whole_s = (
-                min(_round_trip_s(sender, sender.following, size) for _ in range(_NUM_MEASURED)) / 2
+            trips_s = (
+                [_trip_s(sender, sender.following, size) for _ in range(_NUM_MEASURED)]
                 for size in sizes
             )
+            latency_s, whole_s = (min(seconds) / 2 for seconds in trips_s)
             found[stage] = Edge(latency_s=latency_s, transfer_s=max(0.0, whole_s - latency_s))
         elif receiver is not None and receiver.previous is not None:
-            there, back = receiver.previous.received, receiver.previous.sent[0]
-            comms = receiver.comms
             for size in (1, receiver.num_received_bytes):
-                message = torch.empty(max(size, 1), dtype=torch.uint8, device=receiver.device)
                 for _ in range(_NUM_MEASURED):
-                    _wait(dist.irecv(message, there.sender, group=comms.edge(there.edge)), message)
-                    _wait(dist.isend(message, back.receiver, group=comms.edge(back.edge)), message)
+                    _trip_s(receiver, receiver.previous, size, answers=True)
     return found
 
 
-def _round_trip_s(link: ActivationLink, peer: Neighbour, size: int) -> float:
-    message = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
-    answer = torch.empty_like(message)
-    there, back = peer.sent[0], peer.received
-    expected = dist.irecv(answer, back.sender, group=link.comms.edge(back.edge))
+def _trip_s(link: ActivationLink, peer: Neighbour, size: int, *, answers: bool = False) -> float:
+    """Send a message to a stage, which answers, or answer its message; return the seconds."""
+    sent = torch.empty(max(size, 1), dtype=torch.uint8, device=link.device)
+    received, there, back = torch.empty_like(sent), peer.sent[0], peer.received
+    expected = dist.irecv(received, back.sender, group=link.comms.edge(back.edge))
     start = time.perf_counter()
-    _wait(dist.isend(message, there.receiver, group=link.comms.edge(there.edge)), message)
-    _wait(expected, answer)
+    if answers:
+        _wait(expected, received)
+    _wait(dist.isend(sent, there.receiver, group=link.comms.edge(there.edge)), sent)
+    if not answers:
+        _wait(expected, received)
     return time.perf_counter() - start
 
 

@@ -197,7 +197,8 @@ class StageBoundary:
         if call.index + 1 < current.layers.stop:
             return output
         if self._group is not None:
-            output = self._leave(self._group, call.index, output)
+            hidden = self._group.leave(hidden_output(output, call.index))
+            output = hidden if isinstance(output, Tensor) else (hidden, *output[1:])
         if again:
             if not current.is_last_stage:
                 raise _StopRecomputationError  # Here the step ended in the forward pass.
@@ -242,11 +243,6 @@ class StageBoundary:
             self.first_call = describe_call(call)
         hidden, layer = current.hidden_arguments.get(call.index), self._layers[call.index]
         return current.recomputation.run(call, layer, hidden, self._products[call.index])
-
-    def _leave(self, group: StageGroup, index: int, output: Any) -> Any:
-        """Return the last layer's output of a tensor-parallel stage, its hidden state whole."""
-        hidden = group.leave(hidden_output(output, index))
-        return hidden if isinstance(output, Tensor) else (hidden, *output[1:])
 
     def _end_stage(self, current: MicrobatchPass, hidden: Tensor) -> None:
         """End the step with the handover to the next stage; on the last stage the step goes on."""

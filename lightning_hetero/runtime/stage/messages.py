@@ -153,13 +153,8 @@ class Inbox:
     ) -> tuple[Header, Tensor]:
         """Wait for the message posted first; return its header, and the whole message.
 
-        Args:
-            peer: Who sends it.
-            group: Where.
-            clock: Times the wait.
-            counts: Whether its bytes count as payload for the clock, which looks for slow links;
-                headers don't.
-            tag: Tag of messages; that of what doesn't fit into a posted buffer is one more.
+        Its bytes count as payload for the clock, which looks for slow links, if it `counts`;
+        headers don't. The tag of what doesn't fit into a posted buffer is one more than `tag`.
         """
         work, message = self._posted.popleft()
         # A message of two lengths alone, whose rest follows, carries no payload.

@@ -148,14 +148,9 @@ class MicrobatchPass:
     def note_without_autograd(self, index: int, *, trains: bool) -> None:
         """Note that a layer of a training step is called with autograd disabled.
 
-        That happens in a frozen part under `torch.no_grad`, and in a reentrant checkpoint.
-
-        Args:
-            index: The layer's index.
-            trains: Whether its parameters or arguments require gradients.
-
-        Raises:
-            ModelError: They do, and the pipeline has several stages.
+        That happens in a frozen part under `torch.no_grad`, and in a reentrant checkpoint. It is
+        refused if the layer `trains`, so its parameters or arguments require gradients, and the
+        pipeline has several stages.
         """
         self.is_reentrant |= trains
         if trains and self.has_stages:

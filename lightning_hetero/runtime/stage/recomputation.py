@@ -71,9 +71,6 @@ class LayerCall:
         Args:
             previous: What the previous layer returned, which must be the hidden state. If None, it
                 is the first tensor among the arguments, floating-point ones before others.
-
-        Raises:
-            ModelError: No argument is the hidden state.
         """
         if previous is not None:
             if self.args and self.args[0] is previous:
@@ -104,11 +101,7 @@ class LayerCall:
 
 
 def hidden_output(output: Any, index: int) -> Tensor:
-    """Return the hidden state in the output of layer `index`: a tensor, or the first of a tuple.
-
-    Raises:
-        ModelError: There is none.
-    """
+    """Return the hidden state in the output of layer `index`: a tensor, or the first of a tuple."""
     if type(output) is Tensor and not output.is_nested:
         return output
     first = output[0] if isinstance(output, tuple | list) and output else output

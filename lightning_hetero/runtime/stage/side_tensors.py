@@ -100,15 +100,8 @@ class SideTensors:
     ) -> None:
         """Add to a handover what a layer has returned and recorded, with its tensors.
 
-        Args:
-            before: What the method `before` returned.
-            call: The layer's call.
-            output: What it returned.
-            whole: Its whole hidden state; only smaller records travel.
-            handover: The handover to the next stage, which is changed in place.
-
-        Raises:
-            ModelError: The layer keeps tensors with gradients in lists or dicts.
+        `before` is what the method of that name returned. Only records that are smaller than the
+        `whole` hidden state travel. The handover is changed in place.
         """
         num_recorded, attributes = before
         parts, own = self._parts[call.index], self._kept[call.index]
@@ -165,11 +158,7 @@ class SideTensors:
         return tuple(returned)
 
     def explain(self, error: AttributeError, run_here: range) -> None:
-        """Explain the AttributeError of a step that reads what a layer elsewhere keeps.
-
-        Raises:
-            StepError: It does.
-        """
+        """Raise StepError if a step reads what a layer on another stage keeps."""
         for index, parts in enumerate(self._parts):
             if index not in run_here and any(part is error.obj for part in parts):
                 raise StepError(

@@ -179,11 +179,7 @@ class StageGroup:
         return self.peers is not None and self._sequence_parallel
 
     def enter(self, hidden: Tensor) -> Tensor:
-        """Return what the first layer gets of a whole activation: all, or this rank's tokens.
-
-        Raises:
-            ModelError: There are fewer tokens than ranks.
-        """
+        """Return what the first layer gets of a whole activation: all, or this rank's tokens."""
         self._copied = None
         if self.peers is None or not self.cuts_tokens():
             return hidden

@@ -73,11 +73,12 @@ class ModelCuts:
         for name, owner in root.named_modules():
             rule = rule_of_module(styled, name, owner)
             if rule is not None and rule.style is not TPStyle.REPLICATE:
+                style = rule.style
+                if style is TPStyle.VOCAB:
+                    is_table = isinstance(owner, nn.Embedding)
+                    style = TPStyle.EMBEDDING if is_table else TPStyle.GATHERED
                 modules[name] = ShardedModule(
-                    name=name,
-                    module=owner,
-                    style=_resolve(rule.style, owner),
-                    local_sizes=rule.attributes,
+                    name=name, module=owner, style=style, local_sizes=rule.attributes
                 )
         for _ in range(2):
             # Twice, because a tie that is found late may shard a module whose bias came first.
@@ -106,12 +107,6 @@ def _is_quantized(current: nn.Parameter) -> bool:
     if isinstance(current, StandIn):
         return isinstance(current.source, Opaque)
     return is_opaque(current) and not isinstance(current, KnownByShape)
-
-
-def _resolve(style: TPStyle, module: nn.Module) -> TPStyle:
-    if style is TPStyle.VOCAB:
-        return TPStyle.EMBEDDING if isinstance(module, nn.Embedding) else TPStyle.GATHERED
-    return style
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -42,14 +42,9 @@ _UNWRAPPED = (TPStyle.PARTIAL, TPStyle.REPLICATE)
 class TensorParallel:
     """The sharded modules of one model, and the group that this rank is in.
 
-    Args:
-        root: The user's module, its parameters still whole.
-        layout: Its layers and parameters.
-        option: Styles by name pattern; None takes the module's own plan.
-        sequence_parallel: Whether activations between sharded regions are cut along tokens.
-
-    Raises:
-        ModelError, ConfigurationError: See `ModelCuts.of`.
+    The parameters of `root` are still whole. `option` has styles by name pattern; None takes the
+    module's own plan. With `sequence_parallel` activations between sharded regions are cut along
+    tokens.
     """
 
     def __init__(
@@ -112,11 +107,7 @@ class TensorParallel:
         return None if self.stage.peers is None else self.stage.peers.group
 
     def enter_plan(self, plan: ParallelPlan, comms: Communicators) -> None:
-        """Set this rank's group to that of a plan; collective if the plan has new groups.
-
-        Raises:
-            ModelError: A degree doesn't divide heads or features.
-        """
+        """Set this rank's group to that of a plan; collective if the plan has new groups."""
         self.check_degrees(plan)
         group = comms.tensor_parallel_group(plan)
         place = plan.place(comms.global_rank)

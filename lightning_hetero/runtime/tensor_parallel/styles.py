@@ -131,11 +131,7 @@ class Rule:
 
     @classmethod
     def parse(cls, pattern: str, text: str) -> "Rule":
-        """Read a style with its argument, such as "packed_colwise:3".
-
-        Raises:
-            ConfigurationError: It is unknown.
-        """
+        """Read a style with its argument, such as "packed_colwise:3"."""
         name, _, argument = text.partition(":")
         alias, _, default = _ALIASES.get(name, name).partition(":")
         try:

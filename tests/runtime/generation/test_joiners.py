@@ -165,7 +165,7 @@ def test_who_joins_or_leaves_ends_if_the_store_never_answers(
     joining.outlive_ranks(brief)
     act = partial(joining.meet, LightningEnvironment(), torch.device("cpu"))
     if not comes:
-        joining._membership = mock.Mock(number=1, patience_s=0.1, wait_for_next=freeze)
+        joining.membership = mock.Mock(number=1, patience_s=0.1, wait_for_next=freeze)
         act = joining.wait_until_others_go_on
     with told_to_join("127.0.0.1:1"), pytest.raises(PeerError, match="has ended"):
         act()
