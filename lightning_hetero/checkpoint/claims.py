@@ -6,9 +6,9 @@ run has left in shared memory, are ignored.
 
 The job that writes holds a *lease*: a file in that place. If other machines can write to the place,
 too, the job rewrites the file regularly. A job that finds another job's lease must find out whether
-that job is alive. It knows at once if the other job ran on this machine, or was an earlier
-generation of the same run. Otherwise it watches whether the file changes; it never compares the
-clocks of two machines.
+that job is alive. It knows at once if the other job ran on this machine, or was an earlier start of
+the same torchrun job. Otherwise it watches whether the file changes; it never compares the clocks
+of two machines.
 """
 
 import contextlib
@@ -27,7 +27,12 @@ from lightning_hetero.checkpoint.manifest import CheckpointId
 from lightning_hetero.checkpoint.store import Store
 from lightning_hetero.checkpoint.tiers import Tier, TierKind
 from lightning_hetero.core.errors import CheckpointError
-from lightning_hetero.core.process import machine_namespace, membership_name
+from lightning_hetero.core.process import (
+    is_loopback,
+    machine_id,
+    machine_namespace,
+    membership_name,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -84,6 +89,8 @@ def mark_places(tiers: Sequence[Tier], run: str) -> None:
 OWNER_FILE = "owner.json"
 """File at the top of a place that names the job that writes there."""
 _BEATS_TO_WAIT = 3
+_NO_JOB = {"", "none"}
+"""torchrun's run ids if none was given: they don't identify a job."""
 
 
 class OccupiedError(CheckpointError):
@@ -191,6 +198,7 @@ class Lease:
         self._beats += 1
         owner = {
             "session": self._session,
+            "job": _job(),
             "membership": membership_name(),
             "host": socket.gethostname(),
             "machine": machine_namespace(),
@@ -208,6 +216,9 @@ class Lease:
 
     def _is_gone(self, owner: dict[str, Any]) -> bool:
         process = owner.get("process")
+        if _job() is not None and owner.get("job") == _job():
+            # torchrun has ended all processes of a start before it begins the next one.
+            return True
         if _is_of_own_run(owner):
             return True
         if owner.get("machine") != machine_namespace():
@@ -232,6 +243,19 @@ def _is_of_own_run(owner: dict[str, Any]) -> bool:
     It may be a lost rank that still runs: by itself it can't complete a checkpoint.
     """
     return membership_name() is not None and owner.get("membership") == membership_name()
+
+
+def _job() -> list[str] | None:
+    """Return what identifies this torchrun job, also over restarts; None without torchrun.
+
+    Two jobs may have the same name (`--rdzv-id`), so the name counts only together with the address
+    of the store that agents connect to, and with this machine if that address is a local one.
+    """
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if job in _NO_JOB or not host:
+        return None
+    return [job, host, port, machine_id() if is_loopback(host) else ""]
 
 
 def _process(pid: int) -> list[int] | None:

@@ -20,7 +20,7 @@ from lightning_hetero.cli.arguments import (
 )
 from lightning_hetero.cli.output import facts_of, price_line, print_json, print_plan
 from lightning_hetero.cli.run_page.plan_page import draw_plan
-from lightning_hetero.core.errors import ConfigurationError, PlanError
+from lightning_hetero.core.errors import ConfigurationError, PlanError, PlanningError
 from lightning_hetero.core.plan import ParallelPlan
 from lightning_hetero.planner import (
     Objective,
@@ -40,6 +40,7 @@ from lightning_hetero.simulator import (
     CostModel,
     bound_line,
     fitting_lines,
+    precision_notes,
     prediction_lines,
     simulate,
     split_batch,
@@ -47,6 +48,13 @@ from lightning_hetero.simulator import (
 
 _NUM_CANDIDATES = 16
 """Plans of which the best one under the schedule is taken."""
+_OTHER_FORMAT = {
+    "bf16-mixed": "16-mixed",
+    "bf16-true": "16-true",
+    "16-mixed": "bf16-mixed",
+    "16-true": "bf16-true",
+}
+"""For each precision of 16 bits, the one with the other format."""
 _MOST_ACTIONS = 1_000_000
 """Most forward and backward passes of a plan that is simulated for comparison."""
 _Baselines = Mapping[str, float | None]
@@ -90,6 +98,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         best = result.best
         counts = [pipeline.num_microbatches for pipeline in best.plan.pipelines]
         lines = [*_summary(result, cost, baselines), f"schedule        {scheduled}"]
+        lines += _other_format_lines(cost, arguments)
         print_plan(
             best.plan,
             cost,
@@ -188,6 +197,20 @@ def _summary(result: PlanningResult, cost: CostModel, baselines: _Baselines) -> 
         f"searched        {result.num_estimated:,} layouts, {result.num_simulated:,} simulated"
     )
     return lines
+
+
+def _other_format_lines(cost: CostModel, arguments: argparse.Namespace) -> list[str]:
+    """Return what a plan in the other 16-bit format takes, if a device lacks the given one."""
+    if arguments.profile is not None or not precision_notes(cost):
+        return []
+    asked = {**vars(arguments), "precision": _OTHER_FORMAT[arguments.precision]}
+    other = argparse.Namespace(**asked)
+    try:
+        result, _ = _find(other, cost_of(other))
+    except PlanningError:
+        return []
+    time_s = result.best.simulation.iteration_time_s
+    return [f"precision       {time_s:.4g} s with the best plan for --precision {other.precision}"]
 
 
 def _compared_line(time_s: float, baselines: _Baselines) -> str:

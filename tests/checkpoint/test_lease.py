@@ -14,6 +14,15 @@ from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 FOREVER_S = 10_000.0
 """A test that waits for a sign of life would run into its timeout."""
 
+JOB = ["job-7", "node-0", "29400", ""]
+
+
+def start_job(monkeypatch: pytest.MonkeyPatch, run_id: str, host: str, port: str) -> None:
+    """Look like a process that torchrun has started."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run_id)
+    monkeypatch.setenv("MASTER_ADDR", host)
+    monkeypatch.setenv("MASTER_PORT", port)
+
 
 def left_by(store: MemoryStore, **changes: Any) -> None:
     """Leave the file of an owner on another machine, whose clock is years ahead."""
@@ -34,15 +43,17 @@ def owner_of(store: MemoryStore) -> dict[str, Any]:
     [
         (True, {"machine": machine_namespace(), "process": [1, -1]}, FOREVER_S),
         (True, {"machine": machine_namespace(), "process": None}, FOREVER_S),
+        (True, {"job": JOB}, FOREVER_S),  # An earlier start of the torchrun job.
         (False, {}, FOREVER_S),  # On a disk of a machine that was started again.
         (True, {}, 0.01),  # Elsewhere, without a sign of life.
     ],
 )
 def test_an_owner_that_is_gone_holds_nobody_up(
-    *, shared: bool, changes: dict[str, Any], beat_s: float
+    monkeypatch: pytest.MonkeyPatch, *, shared: bool, changes: dict[str, Any], beat_s: float
 ) -> None:
+    start_job(monkeypatch, *JOB[:3])
     store = MemoryStore()
-    left_by(store, **changes)
+    left_by(store, **{"job": None, **changes})
     lease = Lease(store, shared=shared, beat_s=beat_s)
     lease.take()
     assert owner_of(store)["session"] != "another"
@@ -50,9 +61,26 @@ def test_an_owner_that_is_gone_holds_nobody_up(
     assert not store.files
 
 
-def test_an_owner_elsewhere_that_lives_is_left_alone() -> None:
+@pytest.mark.parametrize(
+    ("job", "owner"),
+    [
+        pytest.param(("", "node-0", "29400"), None, id="no torchrun"),
+        pytest.param(("none", "node-0", "29400"), None, id="torchrun without a name"),
+        pytest.param(("job-7", "node-5", "29400"), JOB, id="one name, another store"),
+        pytest.param(("job-7", "node-0", "29401"), JOB, id="one name, another port"),
+        pytest.param(
+            ("job-7", "localhost", "29400"),
+            ["job-7", "localhost", "29400", "another machine"],
+            id="one name, each machine's own store",
+        ),
+    ],
+)
+def test_an_owner_elsewhere_that_lives_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, job: tuple[str, str, str], owner: list[str] | None
+) -> None:
+    start_job(monkeypatch, *job)
     store = MemoryStore()
-    left_by(store)
+    left_by(store, job=owner)
     beats = 0
 
     def beat(verb: str, name: str) -> None:

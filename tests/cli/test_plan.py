@@ -106,6 +106,11 @@ def test_precision_decides_memory_and_bf16_on_cards_without_it_is_planned_at_its
         assert f"assumes {precision}, Adam" in output
         note = "V100-32GB has no bf16 units and runs it at the rate of fp32"
         assert (note in output) == precision.startswith("bf16")
+        if precision == "bf16-mixed":
+            other_s = float(
+                output.split(" s with the best plan for --precision 16-mixed")[0].split()[-1]
+            )
+    assert other_s == seconds["16-mixed"]
     assert seconds["bf16-mixed"] > 4 * seconds["16-mixed"]
     assert seconds["32-true"] > seconds["bf16-mixed"]
     assert needed["bf16-true"] < needed["bf16-mixed"] < needed["32-true"]

@@ -61,10 +61,12 @@ class Handover:
     the tensor's index in `tensors`."""
     forms: list[HiddenForm] = field(default_factory=list)
     """For each earlier layer the shape and dtype of the hidden state that it returned."""
+    changes_input: bool = False
+    """Whether the model's first layer changes its input in place: later stages can't see that."""
 
     def copy(self) -> "Handover":
         """Return a copy, to which this stage adds what its layers return."""
-        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms])
+        return Handover([*self.tensors], [*self.layer_outputs], [*self.forms], self.changes_input)
 
 
 @dataclass
@@ -167,7 +169,7 @@ class ActivationLink:
         for tensor, form in zip(received, header.tensors, strict=True):
             tensor.requires_grad_(form.requires_grad)
         self.num_received_bytes = sum(tensor.nbytes for tensor in received)
-        return Handover(received, [*header.layer_outputs], [*header.forms])
+        return Handover(received, [*header.layer_outputs], [*header.forms], header.changes_input)
 
     def send_activation(self, sent: Handover) -> None:
         """Send a micro-batch's handover to the next stage, without waiting for its arrival."""
@@ -187,7 +189,7 @@ class ActivationLink:
         is_apart = self._sends_headers_apart
         self.num_sent_bytes = sum(tensor.nbytes for tensor in sent.tensors)
         forms = tuple(map(form_of, sent.tensors))
-        header = Header(forms, tuple(sent.layer_outputs), tuple(sent.forms))
+        header = Header(forms, (*sent.layer_outputs,), (*sent.forms,), sent.changes_input)
         messages = self._outbox.messages(header, [] if is_apart else sent.tensors)
         payload = packed(sent.tensors) if is_apart else None
         for piece in self.following.sent:

@@ -58,6 +58,8 @@ class StageBoundary:
         self._backward: MicrobatchPass | None = None
         """The micro-batch whose backward pass runs."""
         self._group = group
+        self._changes_input = False
+        """Whether the first layer was seen to change its input in place."""
         self.first_call: str | None = None
         """Description of the first call of a layer in training; see `rehearsal`."""
         self._compiled = {
@@ -223,7 +225,14 @@ class StageBoundary:
         """Run a layer, and note what it returns for later stages."""
         current.begin_layer(call.index)
         before = None if current.is_last_stage else self._sides.before(call.index)
+        is_first = call.index == 0 and current.has_stages
+        given = call.given[self._hidden_argument(current, call)] if is_first else None
+        version = None if given is None or given.is_inference() else given._version
         output = self._compute(current, call)
+        if given is not None and version is not None:
+            # The model may have kept its input, and use it after the layers.
+            self._changes_input |= given._version != version
+        current.handed_on.changes_input |= self._changes_input
         hidden = hidden_output(output, call.index)
         if type(hidden) is not Tensor:
             check_known(hidden, f"Layer {call.index} computes with")
@@ -255,7 +264,11 @@ class StageBoundary:
 
     def _skip(self, current: MicrobatchPass, call: LayerCall) -> Any:
         """Return what a layer of an earlier stage returns, unknown where it wasn't received."""
-        return self._sides.skip(call, current.hidden_arguments[call.index], current.arrived())
+        key, handover = current.hidden_arguments[call.index], current.arrived()
+        if call.index == 0 and handover.changes_input and call.given[key].is_floating_point():
+            # NaN, so that no code after the layers uses the old values unnoticed.
+            call.given[key].data.fill_(torch.nan)
+        return self._sides.skip(call, key, handover)
 
     def _check_arguments(self, current: MicrobatchPass, call: LayerCall) -> None:
         """Find the hidden state among the arguments, and check that the others are known."""

@@ -118,6 +118,7 @@ class Header(NamedTuple):
     tensors: tuple[Form, ...]
     layer_outputs: tuple[bytes, ...]
     forms: tuple[HiddenForm, ...]
+    changes_input: bool
 
 
 class Inbox:

@@ -34,6 +34,8 @@ class HandingLayer(nn.Module):
             self.linear.register_forward_hook(lambda *args: float(args[-1].detach().sum()) and None)
 
     def forward(self, x: Tensor, scale: Tensor, rest: Any = None) -> Any:
+        if self.kind == "overwritten" and self.index == 0:
+            x.mul_(0.5)
         y = torch.tanh(self.linear(x)) * scale
         self._keep(y)
         if self.kind == "cached":
@@ -101,7 +103,7 @@ class HandsOn(Regression):
     def loss(self, batch: Any, batch_idx: int) -> Tensor:
         found = []
         with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "dtype"):
-            x = self.embed(batch[0]).float()
+            first = x = self.embed(batch[0]).float()
             scale = torch.linspace(0.5, 1.5, NUM_TOKENS)[:, None]
             rest: Any = None
             for layer in self.layers:
@@ -112,6 +114,8 @@ class HandsOn(Regression):
                 if self.kind == "returned":
                     found.append(rest["loss"] * rest["rows"])
         logits = self.head(x.float()).mean(1)
+        if self.kind == "overwritten":
+            logits = logits + first.mean(2).mean(1, keepdim=True)
         if self.kind == "listed":
             found = [layer.kept[0] for layer in self.layers]
         if self.kind in SHOWN:

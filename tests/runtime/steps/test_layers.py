@@ -48,6 +48,7 @@ UNFIT = {
     "shown": "logged as 'shown' needs what layer 0 keeps in 'shown'",
     "number": "logged as 'shown' needs what layer 0 keeps in 'shown'",
     "made in forward": "needs what layer 0 keeps in 'shown'",
+    "overwritten": "aren't finite",
 }
 
 
