@@ -36,7 +36,8 @@ from typing_extensions import override
 
 from lightning_hetero.core.event_log import append_event, read_entries
 from lightning_hetero.runtime.ranks.failure import AgreedExit
-from lightning_hetero.strategy.run import note, run_of
+from lightning_hetero.strategy.hetero import HeteroStrategy
+from lightning_hetero.strategy.run import Run, logs_of, note, run_of
 
 if TYPE_CHECKING:
     from lightning_hetero.core.plan import ParallelPlan
@@ -55,7 +56,8 @@ class RunLog(Callback):
         recovered = [entry for entry in read_log("events.jsonl") if entry["event"] == "recovered"]
 
     Rank 0 writes, and any rank that fails. If rank 0 may be on another node after a restart, give a
-    path that all nodes reach, or merge the nodes' files by time.
+    path that all nodes reach, or merge the nodes' files by time. Under another strategy than
+    `HeteroStrategy` the log has no plans and only rank 0's node.
 
     Args:
         path: The file; a relative path is in the Trainer's `default_root_dir`.
@@ -85,22 +87,22 @@ class RunLog(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        run = run_of(trainer)
-        run.join(run.logs, self)
+        Run.join(logs_of(trainer), self)
 
     @override
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        run = run_of(trainer)
-        plans = run.strategy.candidate_plans
-        self._plan, self._plans, self._num_changes = None, list(plans), 0
-        self.nodes = tuple(run.comms.gather_objects(self.node))
-        note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in plans])
+        self._plan, self._plans, self._num_changes = None, [], 0
+        self.nodes = (self.node,)
+        if isinstance(trainer.strategy, HeteroStrategy):
+            self._plans += trainer.strategy.candidate_plans
+            self.nodes = tuple(run_of(trainer).comms.gather_objects(self.node))
+        note(trainer, "started", nodes=self.nodes, plans=[plan.to_dict() for plan in self._plans])
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._note_generation(trainer)
-        strategy = run_of(trainer).strategy
-        if strategy.plan != self._plan:
+        strategy = trainer.strategy
+        if isinstance(strategy, HeteroStrategy) and strategy.plan != self._plan:
             self._plan = strategy.plan
             self._num_changes += 1
             if self._num_changes <= _MOST_CHANGES:

@@ -1,8 +1,10 @@
 """The run: where its strategy, its callbacks and its ranks find each other."""
 
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import Strategy
 
 from lightning_hetero.core.errors import ConfigurationError
 
@@ -55,15 +57,25 @@ def run_of(trainer: pl.Trainer) -> Run:
     run = getattr(trainer.strategy, "run", None)
     if not isinstance(run, Run):
         raise ConfigurationError(
-            "Callbacks of lightning_hetero need HeteroStrategy, also on one device; this is "
-            f"{type(trainer.strategy).__name__}. Give the Trainer strategy=HeteroStrategy(), or "
-            "leave them out."
+            "Callbacks of lightning_hetero (except RunLog and CollectGarbage) need HeteroStrategy, "
+            f"also on one device; this is {type(trainer.strategy).__name__}. Give the Trainer "
+            "strategy=HeteroStrategy(), or leave them out."
         )
     return run
+
+
+_LOGS: WeakKeyDictionary[Strategy, list["RunLog"]] = WeakKeyDictionary()
+"""The logs under strategies that have no `run`."""
+
+
+def logs_of(trainer: pl.Trainer) -> list["RunLog"]:
+    """Return the callbacks that log a Trainer's events, under any strategy."""
+    run = getattr(trainer.strategy, "run", None)
+    return run.logs if isinstance(run, Run) else _LOGS.setdefault(trainer.strategy, [])
 
 
 def note(trainer: pl.Trainer, event: str, **fields: Any) -> None:
     """Write an event on rank 0, if the run keeps a log."""
     if trainer.is_global_zero:
-        for log in run_of(trainer).logs:
+        for log in logs_of(trainer):
             log.write(trainer, event, **fields)
