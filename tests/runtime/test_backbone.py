@@ -163,10 +163,9 @@ def test_it_trains_on_from_layers_as_if_nothing_had_happened(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
     until = UNFREEZES + 1
-    case, other = (case_of(plan, whole=False) for plan in ("stages", "beside a copy"))
-    alone = case.on_single_device()
-    expected, _ = pool.run_alone(fit, alone)
-    for first, then in ((case, other), (other, alone)):
+    case, other, one = (case_of(plan, whole=False) for plan in ("stages", "beside a copy", "one"))
+    expected, _ = pool.run_alone(fit, case.on_single_device())
+    for first, then in ((case, other), (other, one)):
         folder = tmp_path / f"{first.size}-{then.size}"
         pool.run(fit, first.size, first, until, None, folder)
         for found, _ in pool.run(fit, then.size, then, NUM_EPOCHS, None, folder):

@@ -84,6 +84,7 @@ def work_lower_bound_s(
     prices = speeds.max(axis=0)
     if not prices.any():  # All schemes use several types.
         prices = np.ones(len(prices))
-    cheapest = (work_s * (found.devices @ prices)).min(axis=1)
+    costs = np.where(fits, work_s, 0.0) * (found.devices @ prices)  # A price may be 0.
+    cheapest = np.where(fits, costs, np.inf).min(axis=1)
     all_s = float(cheapest.sum() / (found.available @ prices))
     return max(all_s, float(found.alone_s(sizes.max())))
