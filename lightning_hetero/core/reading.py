@@ -260,8 +260,8 @@ _SECONDS = {
     "min": 60,
     "h": 3600,
 }
-_SIZE = re.compile(r"([kKMGTP]?)(i?)(B|bytes?|b|bits?)(/s|ps)?")
-_RATE = re.compile(r"([kKMGTP]?)()(?:FLOP/s|FLOPs|FLOPS|flop/s|flops)()()")
+_SIZE = re.compile(r"(|[kKMGTP]|[KMGTP]i)(B|bytes?|b|bits?)(/s|ps)?")
+_RATE = re.compile(r"([kKMGTP]?)(?:FLOP/s|FLOPs|FLOPS|flop/s|flops)")
 _EXAMPLES = {
     MeasureUnit.BYTES: "80 GiB",
     MeasureUnit.BYTES_PER_S: "12.5 GB/s' or '400 Gbit/s",
@@ -302,13 +302,21 @@ def parse_quantity(text: str, unit: MeasureUnit | None) -> float:
 
 def _factor(name: str, unit: MeasureUnit | None) -> float | None:
     """Return how many of `unit` a unit's name means; None if it is none of this kind."""
-    if unit is None or unit is MeasureUnit.SECONDS:
-        return None if unit is None else _SECONDS.get(name)
-    found = (_RATE if unit is MeasureUnit.FLOPS_PER_S else _SIZE).fullmatch(name)
-    if found is None or bool(found[4]) != (unit is MeasureUnit.BYTES_PER_S):
+    if unit is None:
         return None
-    prefix, is_binary, base = found[1].upper(), bool(found[2]), found[3]
-    if is_binary and not prefix:
+    if unit is MeasureUnit.SECONDS:
+        return _SECONDS.get(name)
+    if unit is MeasureUnit.FLOPS_PER_S:
+        rate = _RATE.fullmatch(name)
+        return None if rate is None else _multiple(rate[1])
+    size = _SIZE.fullmatch(name)
+    if size is None or (size[3] is None) != (unit is MeasureUnit.BYTES):
         return None
-    factor: int = (1024 if is_binary else 1000) ** " KMGTP".index(prefix or " ")
-    return factor / 8 if base in ("b", "bit", "bits") else factor
+    return _multiple(size[1]) / (8 if size[2] in ("b", "bit", "bits") else 1)
+
+
+def _multiple(prefix: str) -> int:
+    """Return the factor of a prefix, such as "", "k", "G" or "Gi"."""
+    base = 1024 if prefix.endswith("i") else 1000
+    power: int = base ** " KMGTP".index(prefix[:1].upper() or " ")
+    return power

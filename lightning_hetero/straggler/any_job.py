@@ -38,6 +38,9 @@ from lightning_hetero.straggler.events import Event, IterationEvent
 
 _FEWEST = 2
 _LEAST_CORRELATION = 0.95
+_MOST_OPS = 20_000
+"""Operations of the longest iteration that is looked for, so that a million of which nothing
+repeats are refused within half a minute."""
 _FAMILIES = (("nccl:", "gloo:", "mpi:", "ucc:"), ("record_param_comms",), ("c10d::",))
 _TRACE_KEYS = ("Collective name", "In msg nelems", "Input Dims", "dtype", "Process Group Name")
 _Op = tuple[float, str]
@@ -203,7 +206,8 @@ def _periodic(ops: Sequence[_Op], path: str | Path) -> IterationTimes:
     """Return the iterations of operations that repeat, except for start-up and validations."""
     ops = sorted(ops)
     codes = np.unique([kind for _, kind in ops], return_inverse=True)[1]
-    lag = next((n for n in range(1, len(ops) // 2 + 1) if _repeats(codes, n)), None)
+    lags = range(1, min(len(ops) // 2, _MOST_OPS) + 1)
+    lag = next((n for n in lags if _repeats(codes, n)), None)
     if lag is None or len(ops) < 2 * _FEWEST:
         raise ConfigurationError(
             f"Nothing repeats in the {len(ops)} operations of {path}, so no iteration shows. "

@@ -174,8 +174,9 @@ class FailureDetector:
         if self._watch is not None:
             self._heartbeat.suspect()
             # In short waits, because the machine itself may stand still for longer than them all.
-            num_waits = math.ceil(min(self._timeout_s, 15.0) / self._interval_s)
-            any(self._is_judged.wait(self._interval_s) for _ in range(num_waits))
+            for _ in range(math.ceil(min(self._timeout_s, 15.0) / self._interval_s)):
+                if self._is_judged.wait(self._interval_s):
+                    break
         return self._reason or (
             "A connection to another rank broke, or it took too long to answer, and no rank said "
             "why. See the other ranks' logs. Ranks wait in vain if a hook stops, skips or saves on "
