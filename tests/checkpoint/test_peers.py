@@ -16,6 +16,17 @@ from tests.checkpoint.stand_ins import FaultyStore, MemoryStore
 from tests.checkpoint.states import run_ranks
 
 
+def test_each_rank_learns_what_each_gave_however_often() -> None:
+    def action(rank: int, peers: Peers) -> list[list[Any]]:
+        other = peers.branch(timeout_s=20.0, progress=Progress())
+        found = [peers.gather([rank, round_]) for round_ in range(20)]
+        return [*found, other.gather({"rank": rank})]
+
+    for found in run_ranks(4, action):
+        assert found[:-1] == [[[rank, round_] for rank in range(4)] for round_ in range(20)]
+        assert found[-1] == [{"rank": rank} for rank in range(4)]
+
+
 def test_work_that_moves_is_waited_for_and_work_that_hangs_is_given_up() -> None:
     let_go = threading.Event()
 
@@ -36,6 +47,21 @@ def test_work_that_moves_is_waited_for_and_work_that_hangs_is_given_up() -> None
 
     assert run_ranks(2, action, timeout_s=1.2) == [[{"found": 0}, {"found": 1}]] * 2
     let_go.set()
+
+
+def test_what_one_rank_could_not_do_is_raised_on_all() -> None:
+    def action(rank: int, peers: Peers) -> str:
+        def work(_: Progress) -> None:
+            if rank == 1:
+                raise OSError("disk full")
+
+        with pytest.raises(CheckpointError) as caught:
+            peers.do(work)
+        _, answers = peers.do(work, may_fail=True)
+        assert "error" in answers[1]
+        return str(caught.value)
+
+    assert run_ranks(2, action) == ["Rank 1: disk full"] * 2
 
 
 def test_a_wait_ends_once_a_rank_is_known_to_be_gone_or_silent_or_the_store_is_gone() -> None:

@@ -115,6 +115,25 @@ def test_waits_for_messages_are_told_apart_by_sender_also_inside_other_waits(
     assert clock.last.exchange_wait_s() == pytest.approx(7.5)
 
 
+def test_an_iteration_that_raises_leaves_the_last_one(fake: FakeTime) -> None:
+    clock = ComputeClock(CPU)
+    with clock.iteration(), clock.action(FORWARD, 0):
+        fake.compute(1.0)
+    complete = clock.last
+
+    def fail() -> None:
+        with clock.iteration(), clock.action(FORWARD, 0), clock.waiting():
+            raise ValueError("torn")
+
+    with pytest.raises(ValueError, match="torn"):
+        fail()
+    assert clock.last is complete
+    with clock.iteration(), clock.action(FORWARD, 0):
+        fake.compute(2.0)
+    assert clock.last is not None
+    assert clock.last.compute_s() == pytest.approx(2.0)
+
+
 def test_a_slowed_action_takes_its_own_cpu_time_times_the_slowdown(fake: FakeTime) -> None:
     clock = EmulatedClock(CPU, slowdown=4.0)
     with clock.iteration():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_hetero.core.cluster import Cluster, Node
 from lightning_hetero.core.devices import KNOWN_DEVICES, DeviceSpec
-from lightning_hetero.core.plan import ParallelPlan
+from lightning_hetero.core.plan import ParallelPlan, PipelinePlan, StagePlan
 from lightning_hetero.exchange import transfers
 from lightning_hetero.exchange.owners import assign_owners
 from lightning_hetero.exchange.slices import Ownership, ParameterSpec
@@ -20,6 +20,7 @@ from lightning_hetero.simulator import (
     simulate,
 )
 from lightning_hetero.simulator.exchange import ExchangeTable
+from lightning_hetero.simulator.exchange import exchange_of as exchange_table_of
 from lightning_hetero.simulator.unit_times import Holders, UnitTimes
 from tests.simulator.test_exchange import MODEL, costs, plans, table_of
 
@@ -136,3 +137,61 @@ def test_with_standbys_nothing_is_gathered_into_weights_of_which_slices_are_view
             for kind in (ExchangeKind.AUTO, ExchangeKind.MESSAGES)
         )
         assert (auto.pull_s != messages.pull_s) == (is_gathered or not redundancy)
+
+
+def test_equal_owner_shares_change_no_pull():
+    cost = nodes_of_one(KNOWN_DEVICES["A100-40GB"], 4)
+    plan = ParallelPlan.even(world_size=4, num_layers=MODEL.num_layers)
+    shared = replace(plan, owner_shares=(1.0, 1.05, 1.0, 1.0))
+    uneven = replace(plan, owner_shares=(1.0, 3.0, 1.0, 1.0))
+    straight, even, other = (
+        exchange_table_of(item, [[rank] for rank in range(4)], cost)
+        for item in (plan, shared, uneven)
+    )
+    assert even.pull_s == straight.pull_s
+    # Pieces of unequal sizes are sent one by one: a latency, not three.
+    latency = cost.cluster.inter_node_latency_s
+    assert min(map(min, other.pull_s)) < 3 * latency < min(map(min, even.pull_s))
+
+
+def test_gradients_are_summed_by_node_where_all_stages_of_a_segment_have_one_degree():
+    stages = [
+        [((0,), range(2)), ((2, 3), range(2, 6))],
+        [((1,), range(2)), ((4, 5), range(2, 4)), ((6,), range(4, 6))],
+    ]
+    plan = ParallelPlan(
+        pipelines=tuple(
+            PipelinePlan(stages=tuple(StagePlan(ranks=r, layers=layers) for r, layers in row))
+            for row in stages
+        )
+    )
+    cost = RooflineCost(Cluster(nodes=(Node(device="A100-40GB", count=4),) * 2), MODEL)
+    by_node, straight = (
+        exchange_of(plan, cost, kind) for kind in (ExchangeKind.BY_NODE, ExchangeKind.MESSAGES)
+    )
+    # Layers 4 and 5 and the head have stages of two ranks and of one.
+    assert have_shard_groups(plan, cost) == [False, False, True, True, True]
+    assert by_node.push_s[:2] == straight.push_s[:2]
+    # Nobody shares a node, or all do, so nothing is summed on it first.
+    for one, other in zip(by_node.push_s[2:], straight.push_s[2:], strict=True):
+        assert one == pytest.approx(other)
+
+
+@pytest.mark.parametrize("kind", [ExchangeKind.MESSAGES, ExchangeKind.REDUCE_SCATTER])
+def test_the_simulated_seconds_are_those_of_the_bytes_that_the_runtimes_table_counts(kind):
+    num_ranks, rows = 8, 1024
+    plan = ParallelPlan.even(world_size=num_ranks, num_layers=MODEL.num_layers)
+    cluster = Cluster(
+        nodes=(Node(device="A100-40GB", count=1),) * num_ranks,
+        inter_node_bytes_per_s=1e9,
+        inter_node_latency_s=0.0,
+    )
+    table = exchange_of(plan, RooflineCost(cluster, MODEL), kind)
+    (per_layer,) = {s.params_per_unit for s in table.segments if s.is_layers}
+    specs = [ParameterSpec(name="layer", shape=(rows, 4), layer=0)]
+    slices = assign_owners(specs, plan, world_size=num_ranks, ownership=Ownership.HOLDERS)
+    moved = TransferTable(specs, slices, plan).traffic(3, push=True)
+    sent = sum(numel for (source, target), numel in moved.items() if source == 3 != target)
+    num_bytes = sent / specs[0].numel * per_layer * 2
+    index = next(i for i, segment in enumerate(table.segments) if segment.is_layers)
+    assert table.push_s[index][3] == pytest.approx(num_bytes / 1e9)

@@ -15,7 +15,7 @@ The store appends in one order for all, and a state is a pure function of the en
 processes agree without a leader: the first entry of a kind counts for each member, and entries
 after the first `formed` don't count.
 
-The lists stay, so that a process that comes later can read them all.
+The lists stay. A process that comes later begins with a *summary* of those that ended before.
 """
 
 import json
@@ -30,6 +30,7 @@ from lightning_hetero.runtime.ranks.heartbeat import NEWS
 
 _LASTING = ("gone", "asking", "admitted", "ended")
 """Kinds of entries that count for all later generations, too."""
+_SUMMARY = "log/summary"
 
 
 class Member(NamedTuple):
@@ -163,7 +164,7 @@ class Log:
         """Return the newest state; one call of the store unless there are news."""
         num_news, seen = int(self._store.add(NEWS, 0)), self._seen
         if seen is None or num_news != seen[0]:
-            base = State() if seen is None else seen[1]
+            base = self._summary() if seen is None else seen[1]
             while (state := base.after(self._entries(base.coming))).coming != base.coming:
                 base = state
             self._seen = seen = num_news, base, state
@@ -171,6 +172,23 @@ class Log:
 
     def _entries(self, number: int) -> list[Any]:
         return [json.loads(line) for line in self._store.get(f"log/{number}").splitlines()]
+
+    def _summary(self) -> State:
+        if not self._store.check([_SUMMARY]):
+            return State()
+        number, *told, entries = json.loads(self._store.get(_SUMMARY))
+        members, first = (tuple(Member(*item) for item in each) for each in told)
+        formed = Generation(number=number, members=members)
+        return State(generation=formed, first=first).after(entries)
+
+    def summarize(self) -> None:
+        """Store the state at the beginning of the newest list, for processes that come later."""
+        assert self._seen is not None
+        _, base, _ = self._seen
+        assert base.generation is not None
+        entries = [[kind, *item] for kind in _LASTING for item in getattr(base, kind).items()]
+        told = base.generation.number, base.generation.members, base.first, entries
+        self._store.set(_SUMMARY, json.dumps(told))
 
     def append(self, coming: int, kind: str, member: int, value: object = "") -> None:
         """Append an entry that matters only for the generation `coming`."""

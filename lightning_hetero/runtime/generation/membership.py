@@ -298,6 +298,8 @@ class Membership:
                 f"The others go on without this process (member {self.number}, generation "
                 f"{number}): {why} It was frozen, or cut off from them; it ends now."
             )
+        if formed.rank_of(self.number) == 0:
+            self._log.summarize()
         self.generation = formed
         return formed
 

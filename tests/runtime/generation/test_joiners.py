@@ -1,5 +1,6 @@
 """Joiners and members of one process, in one store: every way in which one comes, or doesn't."""
 
+import random
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from lightning_hetero.strategy.processes import Processes
 from lightning_hetero.strategy.trainable import facts_of_fit
 
 FACTS = {"torch": "2.13", "parameters": "7 of digest 1234abcd"}
-PATIENT_S = 20.0
+PATIENT_S, SHORT_S = 20.0, 0.1
 
 
 class Signs(Heartbeat):
@@ -56,6 +57,10 @@ def member_of(store: dist.Store, number: int, node: str = "a", **other: str) -> 
 def joiner_of(store: dist.Store, **other: str) -> Membership:
     """Return a joiner that doesn't beat by itself."""
     return member_of(store, draw_number(store), "b", **other)
+
+
+def ask(joiner: Membership) -> None:
+    joiner._log.note("asking", joiner.number)
 
 
 def run_of(count: int) -> tuple[dist.Store, list[Membership]]:
@@ -99,6 +104,40 @@ def looks(member: Membership) -> bool:
     return member.look_for_joiners()
 
 
+def see(member: Membership) -> None:
+    """Look, as rank 0 does between steps, until joiners wait."""
+    for _ in range(2000):
+        if looks(member):
+            return
+        Event().wait(0.005)
+    raise AssertionError("nobody has come")
+
+
+def form_next(
+    members: list[Membership], leaving: tuple[int, ...] = (), silence_s: float = PATIENT_S
+) -> list[Generation]:
+    staying = [m for m in members if m.generation.rank_of(m.number) not in leaving]
+    for member in staying:
+        member._heartbeat.members = frozenset(other.number for other in members)
+        member._silence_s = silence_s
+    with ThreadPoolExecutor(len(staying)) as threads:
+        return [new for _, new in threads.map(lambda member: member.form_next(leaving), staying)]
+
+
+def test_where_a_rank_was_lost_who_waits_comes_one_generation_later() -> None:
+    """Also if some of them had stopped to let it in: the first of all decides, for all."""
+    store, members = run_of(3)
+    coming = Coming(store)
+    see(members[0])
+    members[0].tell_gone(1, "SIGKILL")
+    left = [members[0], members[2]]
+    members[0]._say_here(1, calls_joiners=False)
+    assert form_next(left)[0].numbers == (0, 2)
+    assert coming.result is None
+    assert form_next(left)[0].numbers == (0, 2, 3)
+    assert isinstance(coming.wait(), Generation)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("torch", "2.12"), ("parameters", "8 of digest 99999999")]
 )
@@ -115,6 +154,71 @@ def test_one_that_runs_something_else_is_refused_and_the_others_notice_nothing(
     assert members[0].find_gone() is None
     assert coming.number not in members[0]._log.read().asking
     assert not looks(members[1]), "also another rank 0 doesn't ask again"
+
+
+def test_one_that_dies_holds_up_nobody_at_any_stage() -> None:
+    """After it drew its number; after its first beat; when admitted; when called; when it is in."""
+    store, members = run_of(2)
+    draw_number(store)
+    asked = joiner_of(store)
+    ask(asked)
+    asked._heartbeat.beat()
+    for _ in range(5):
+        assert not looks(members[0]), "nobody has beaten twice"
+    joiner = joiner_of(store)
+    ask(joiner)
+    joiner._heartbeat.beat()
+    assert not looks(members[0])
+    joiner._heartbeat.beat()
+    assert looks(members[0])
+    # It is called, and nothing comes: it is given up for ever, and only once waited for.
+    assert form_next(members, silence_s=SHORT_S)[0].numbers == (0, 1)
+    assert members[0]._log.read().gone[joiner.number] == "It showed no sign of life."
+    assert not looks(members[0])
+    with pytest.raises(PeerError, match="goes on without this process: It showed no sign"):
+        joiner.join(20.0)
+    # One of which its keeper tells is not waited for at all.
+    told = Coming(store)
+    see(members[0])
+    members[1].tell_gone(told.number, "Its process ended with SIGKILL.")
+    assert form_next(members)[0].numbers == (0, 1)
+    assert isinstance(told.wait(), PeerError)
+    # One that said that it is here and died then is found lost in the next generation.
+    late = Coming(store)
+    see(members[0])
+    assert form_next(members)[0].world_size == 3
+    members[0].tell_gone(late.number, "It stopped answering.")
+    assert members[1].find_gone() == (2, "Rank 2 is gone: It stopped answering.")
+    assert form_next(members)[0].world_size == 2
+
+
+def test_any_order_of_coming_leaving_and_dying_ends_in_one_generation_of_who_lives() -> None:
+    """Fourteen changes, each of up to two joiners, a leaver and a loss each, one run."""
+    draw = random.Random(19)
+    store, members = run_of(3)
+    for generation in range(1, 15):
+        coming = [Coming(store) for _ in range(draw.randint(0, 2))]
+        rank_0 = members[0]
+        if coming:
+            see(rank_0)
+        dies = draw.random() < 0.3 and len(members) > 2
+        leaves = draw.random() < 0.3 and len(members) > 3
+        if dies:
+            rank_0.tell_gone(members.pop().number, "It died.")
+        leaving = (1,) if leaves else ()
+        formed = form_next(members, leaving)
+        assert {item.number for item in formed} == {generation}
+        assert len({str(item) for item in formed}) == 1
+        if leaves:
+            members.pop(1)
+        called = [c for c in coming if formed[0].rank_of(c.number) is not None]
+        members += [c.membership for c in called if c.wait() == formed[0]]
+        assert list(formed[0].numbers) == [m.number for m in members]
+        # Who came too late for this one waits on, and may be called for the next.
+        for other in coming:
+            if other not in called:
+                rank_0.tell_gone(other.number, "The test goes on.")
+                other.wait()
 
 
 def test_a_joiner_is_told_why_nobody_lets_it_in() -> None:

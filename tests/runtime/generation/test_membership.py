@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from lightning_hetero.core.errors import PeerError
-from lightning_hetero.runtime.generation.log import Generation
+from lightning_hetero.runtime.generation.log import Generation, Log, Member
 from lightning_hetero.runtime.generation.membership import Membership
 
 
@@ -60,6 +60,70 @@ def test_those_who_are_left_agree_on_one_generation_and_keep_their_order() -> No
     assert everyone[3].find_gone() is None
 
 
+def test_an_entry_counts_also_if_a_generation_forms_at_that_moment() -> None:
+    """One that is behind the end of a list isn't lost, and says nothing of who has formed it."""
+    store = dist.HashStore()
+    log = Log(store)
+    for number in range(2):
+        log.append(0, "here", number, ["a", False])
+
+    class Forms(Log):
+        """Another process forms the generation before each first entry of a list."""
+
+        def append(self, coming: int, kind: str, member: int, value: object = "") -> None:
+            if coming == 0:
+                log.append(0, "formed", 0)
+            super().append(coming, kind, member, value)
+
+    state = Forms(store).note("gone", 1, "late")
+    assert state.generation == Generation(number=0, members=(Member(0, "a"), Member(1, "a")))
+    assert log.read() == state
+    assert state.gone == {1: "late"}
+    assert state.is_anybody_left
+
+
+def test_who_comes_late_needn_t_read_what_was_long_ago() -> None:
+    """And a look costs one short call as long as nothing has happened."""
+
+    calls: list[str] = []
+
+    class Counts(dist.HashStore):
+        def get(self, key: str) -> bytes:
+            calls.append(key)
+            return super().get(key)
+
+        def check(self, keys: list[str]) -> bool:
+            calls.extend(keys)
+            return super().check(keys)
+
+    everyone = begun(store := Counts())
+    everyone[0].tell_gone(3, "Its process 7 ended with SIGKILL.")
+    everyone.pop()
+    for _ in range(20):
+        form(everyone)
+    late = Log(store)
+    calls.clear()
+    state = late.read()
+    assert (state.generation, state.gone) == (everyone[0].generation, everyone[0]._log.read().gone)
+    assert len(calls) < 8
+    num_calls = len(calls)
+    late.read()
+    assert len(calls) == num_calls
+
+
+def test_a_member_that_was_given_up_can_never_act_in_a_later_generation() -> None:
+    everyone = begun(dist.HashStore())
+    frozen = everyone.pop(2)
+    for member in everyone:
+        member._heartbeat.silent = (2,)
+    assert {item.world_size for item in form(everyone)} == {3}
+    for _ in range(3):
+        form(everyone)
+    # However late.
+    with pytest.raises(PeerError, match=r"without this process \(member 2.*no sign of life"):
+        frozen.form_next()
+
+
 def test_who_was_cut_off_from_the_store_forms_nothing() -> None:
     class Unreachable(dist.HashStore):
         def get(self, key: str) -> bytes:
@@ -81,6 +145,19 @@ def test_a_run_begins_with_all_who_were_started_or_not_at_all() -> None:
         for member in forming:
             with pytest.raises(PeerError, match=r"before training began\. rank 1: Its process 7"):
                 member.result()
+
+
+def test_who_leaves_is_not_waited_for_by_those_who_were_not_told() -> None:
+    """All had stopped for it, and one was lost before the others had heard who leaves."""
+    everyone = begun(dist.HashStore())
+    with ThreadPoolExecutor(3) as threads:
+        leaver = threads.submit(everyone[3].wait_for_next, 20.0)
+        others = [threads.submit(item.form_next) for item in everyone[:2]]
+        everyone[3].tell_gone(2, "Its process 7 ended with SIGKILL.")
+        formed = [item.result(10.0)[1] for item in others]
+        leaver.result(10.0)
+    assert formed[0].numbers == (0, 1)
+    assert everyone[0]._log.read().gone[3] == "It was told to leave."
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,16 @@ def test_in_place_a_rank_may_work_as_long_as_the_others_wait_for_it(
             watched.detector.stop()
 
 
+def test_a_rank_that_says_goodbye_is_missed_by_nobody(ranks: tuple[Watched, Watched]) -> None:
+    gone, left = ranks
+    gone.detector.stop()
+    assert not left.was_ended.wait(3.0)
+    left.detector.stop()
+    # A later run of the same processes is watched again.
+    left.detector.start()
+    assert left.was_ended.wait(PATIENCE_S)
+
+
 def test_rank_0_may_leave_first_and_take_the_store_with_it(
     ranks: tuple[Watched, Watched], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -93,6 +103,17 @@ def test_rank_0_may_leave_first_and_take_the_store_with_it(
     thread.join(PATIENCE_S)
     assert left.heartbeat.is_store_gone
     assert not left.was_ended.wait(3.0)
+
+
+def test_a_process_that_only_beats_judges_nobody(ranks: tuple[Watched, Watched]) -> None:
+    """As between two generations; what it is told is there once it judges again."""
+    first, second = ranks
+    first.detector.pause()
+    second.detector.report(ValueError("a bug"))
+    assert not first.has_aborted.wait(1.0)
+    first.detector.start()
+    assert first.has_aborted.wait(PATIENCE_S)
+    assert "a bug" in first.detector.explain()
 
 
 def test_what_nccl_could_not_allocate_here_is_no_failure_of_a_peer():
